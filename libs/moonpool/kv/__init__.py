@@ -1,0 +1,1 @@
+"""KV blocks as values: identity, pool, radix tree, layout, digests. No tensor, no IO."""
