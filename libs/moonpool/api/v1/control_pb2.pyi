@@ -1,0 +1,36 @@
+from moonpool.api.v1 import request_pb2 as _request_pb2
+from moonpool.api.v1 import worker_pb2 as _worker_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Announce(_message.Message):
+    __slots__ = ("protocol_major", "worker", "role", "grpc_address", "model", "sequence", "load", "valid_for_ms", "is_leaving")
+    PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    VALID_FOR_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    protocol_major: int
+    worker: _request_pb2.WorkerKey
+    role: _worker_pb2.Role
+    grpc_address: str
+    model: str
+    sequence: int
+    load: _worker_pb2.Load
+    valid_for_ms: int
+    is_leaving: bool
+    def __init__(self, protocol_major: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., grpc_address: _Optional[str] = ..., model: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., valid_for_ms: _Optional[int] = ..., is_leaving: _Optional[bool] = ...) -> None: ...
+
+class Who(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
