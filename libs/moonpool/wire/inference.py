@@ -1,0 +1,177 @@
+"""The public gRPC door's messages <-> domain values. Checks shape here, ranges in the domain."""
+
+from __future__ import annotations
+
+from moonpool.api.v1 import inference_pb2 as pb
+from moonpool.errors import InvalidRequestError
+from moonpool.ids import RequestId
+from moonpool.inference.generation import (
+    ChatMessage,
+    ChatPrompt,
+    GenerationChunk,
+    GenerationDone,
+    GenerationEvent,
+    GenerationRequest,
+    Placed,
+    Prompt,
+    SamplingOptions,
+    TextPrompt,
+    Timing,
+    TokenPrompt,
+    Usage,
+)
+from moonpool.inference.output import FinishReason
+
+
+def generation_request_from_pb(
+    message: pb.GenerateRequest, *, deadline_s: float | None, traceparent: str = ""
+) -> GenerationRequest:
+    """Read a client's request.
+
+    Args:
+        deadline_s: The call's remaining time, if the client set one.
+
+    Raises:
+        InvalidRequestError: No prompt is set.
+    """
+    options = message.sampling
+    return GenerationRequest(
+        prompt=_prompt_from_pb(message),
+        model=message.model,
+        options=SamplingOptions(
+            temperature=options.temperature if options.HasField("temperature") else None,
+            top_p=options.top_p if options.HasField("top_p") else None,
+            top_k=options.top_k if options.HasField("top_k") else None,
+            seed=options.seed if options.HasField("seed") else None,
+            max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
+            stop=tuple(options.stop),
+            stop_token_ids=tuple(options.stop_token_ids),
+            ignore_eos=options.ignore_eos,
+        ),
+        cache_salt=message.cache_salt,
+        client_request_id=message.client_request_id,
+        deadline_s=deadline_s,
+        traceparent=traceparent,
+    )
+
+
+def generation_request_to_pb(request: GenerationRequest) -> pb.GenerateRequest:
+    """Write a request; what was not said stays absent. The deadline travels as the call's own."""
+    options = request.options
+    message = pb.GenerateRequest(
+        model=request.model,
+        sampling=pb.SamplingOptions(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            stop_token_ids=options.stop_token_ids,
+            ignore_eos=options.ignore_eos or None,
+        ),
+        cache_salt=request.cache_salt,
+        client_request_id=request.client_request_id,
+    )
+    match request.prompt:
+        case TextPrompt(text=text):
+            message.text = text
+        case ChatPrompt(messages=messages):
+            message.chat.SetInParent()
+            for part in messages:
+                message.chat.messages.add(role=part.role, content=part.content)
+        case TokenPrompt(token_ids=token_ids):
+            message.tokens.SetInParent()
+            message.tokens.token_ids.extend(token_ids)
+    return message
+
+
+def generation_event_to_pb(event: GenerationEvent) -> pb.GenerateReply:
+    match event:
+        case GenerationChunk():
+            return pb.GenerateReply(
+                chunk=pb.GenerateChunk(
+                    request_id=event.request_id,
+                    text=event.text,
+                    token_ids=event.token_ids,
+                    first_position=event.first_position,
+                )
+            )
+        case GenerationDone():
+            return pb.GenerateReply(
+                done=pb.GenerateDone(
+                    request_id=event.request_id,
+                    finish_reason=event.finish_reason.value,
+                    usage=pb.Usage(
+                        prompt_tokens=event.usage.num_prompt_tokens,
+                        completion_tokens=event.usage.num_completion_tokens,
+                        cached_tokens=event.usage.num_cached_tokens,
+                    ),
+                    timing=pb.Timing(
+                        ttft_ms=event.timing.ttft_ms, ttft_parts_ms=event.timing.ttft_parts_ms
+                    ),
+                    placement=pb.Placement(
+                        prefill_worker=event.placement.prefill_worker,
+                        decode_worker=event.placement.decode_worker,
+                        attempts=event.placement.num_attempts,
+                        reason=event.placement.reason,
+                    ),
+                    model=event.model,
+                )
+            )
+
+
+def generation_event_from_pb(message: pb.GenerateReply) -> GenerationEvent:
+    """Read one message of an answer.
+
+    Raises:
+        ValueError: The message has no kind or an unknown finish reason: another protocol version.
+    """
+    kind = message.WhichOneof("kind")
+    if kind == "chunk":
+        chunk = message.chunk
+        return GenerationChunk(
+            request_id=RequestId(chunk.request_id),
+            text=chunk.text,
+            token_ids=tuple(chunk.token_ids),
+            first_position=chunk.first_position,
+        )
+    if kind == "done":
+        done = message.done
+        return GenerationDone(
+            request_id=RequestId(done.request_id),
+            model=done.model,
+            finish_reason=FinishReason(done.finish_reason),
+            usage=Usage(
+                num_prompt_tokens=done.usage.prompt_tokens,
+                num_completion_tokens=done.usage.completion_tokens,
+                num_cached_tokens=done.usage.cached_tokens,
+            ),
+            timing=Timing(
+                ttft_ms=done.timing.ttft_ms, ttft_parts_ms=dict(done.timing.ttft_parts_ms)
+            ),
+            placement=Placed(
+                prefill_worker=done.placement.prefill_worker,
+                decode_worker=done.placement.decode_worker,
+                num_attempts=done.placement.attempts,
+                reason=done.placement.reason,
+            ),
+        )
+    raise ValueError("a GenerateReply without a kind")
+
+
+def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return TextPrompt(text=message.text)
+    if kind == "chat":
+        return ChatPrompt(
+            messages=tuple(
+                ChatMessage(role=part.role, content=part.content) for part in message.chat.messages
+            )
+        )
+    if kind == "tokens":
+        return TokenPrompt(token_ids=tuple(message.tokens.token_ids))
+    raise InvalidRequestError(
+        "Set one of text, chat or tokens.", code="missing_required_parameter", param="prompt"
+    )
