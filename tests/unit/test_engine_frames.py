@@ -1,0 +1,266 @@
+"""Engine frames: every value survives the way over the wire, and nothing else gets through."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+
+from moonpool.core.config import CoreConfig
+from moonpool.core.protocol import (
+    Abort,
+    Accepted,
+    Arrived,
+    BlockLedger,
+    BlocksArrived,
+    ChunkPlanned,
+    ClearCache,
+    Command,
+    CoreFrame,
+    Decode,
+    Drain,
+    HandBackReason,
+    HandedBack,
+    Prefill,
+    PrefillDone,
+    PrefillFailed,
+    PrefillStarted,
+    ReadEnded,
+    Refused,
+    RefuseReason,
+    Release,
+    Reply,
+    Reserved,
+    Revoked,
+    TokensReady,
+)
+from moonpool.ids import AttemptId, BlockId, RequestId
+from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.inference.request import InferenceRequest
+from moonpool.inference.sampling import SamplingParams
+from moonpool.kv.layout import KvLayout
+from moonpool.wire.engine_frames import (
+    MAX_FRAME_BYTES,
+    EngineBoot,
+    EngineCommands,
+    EngineFailed,
+    EngineFrameError,
+    EngineMapped,
+    EngineReady,
+    EngineSteps,
+    FrameBuffer,
+    FromEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode_from_engine,
+    encode_to_engine,
+    merge_frames,
+)
+
+ATTEMPT = AttemptId(RequestId("request-1"), 3)
+LEDGER = BlockLedger(
+    num_total=10,
+    num_free=1,
+    num_cached=2,
+    num_referenced=7,
+    num_running=1,
+    num_waiting=2,
+    num_reserved=3,
+    num_prefills=4,
+    num_quarantined=5,
+)
+
+
+def blocks(*ids: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(block) for block in ids)
+
+
+def make_request(*, prompt: tuple[int, ...] = (1, 2, 2**32 - 1)) -> InferenceRequest:
+    return InferenceRequest(
+        request_id=ATTEMPT.request_id,
+        model="tiny",
+        prompt_token_ids=prompt,
+        emitted_token_ids=(7,),
+        sampling=SamplingParams(
+            temperature=0.25, top_p=0.5, top_k=3, seed=2**64 - 1, stop_token_ids=(4, 5)
+        ),
+        arrival_unix_s=12.5,
+        tenant="t",
+        priority=-2,
+        cache_salt="salt",
+        adapter="lora",
+        traceparent="00-aa-bb-01",
+    )
+
+
+COMMANDS: tuple[Command, ...] = (
+    Prefill(request=make_request(), attempt=3),
+    Decode(request=make_request(prompt=()), attempt=4, has_source=True),
+    BlocksArrived(attempt_id=ATTEMPT, num_tokens=32),
+    Arrived(attempt_id=ATTEMPT, num_tokens=33, first_token=None),
+    Arrived(attempt_id=ATTEMPT, num_tokens=33, first_token=0, finish_reason=FinishReason.STOP),
+    ReadEnded(attempt_id=ATTEMPT),
+    Release(attempt_id=ATTEMPT),
+    Abort(attempt_id=ATTEMPT),
+    Drain(hand_back=True),
+    ClearCache(),
+)
+
+REPLIES: tuple[Reply, ...] = (
+    Accepted(attempt_id=ATTEMPT),
+    Refused(attempt_id=ATTEMPT, reason=RefuseReason.NO_SLOTS),
+    Reserved(attempt_id=ATTEMPT, num_cached_tokens=16, block_ids=blocks(5, 1, 9)),
+    Revoked(attempt_id=ATTEMPT),
+    HandedBack(attempt_id=ATTEMPT, reason=HandBackReason.PREEMPTED),
+    PrefillStarted(attempt_id=ATTEMPT, num_cached_tokens=0, block_ids=blocks(3)),
+    ChunkPlanned(attempt_id=ATTEMPT, start=16, end=40),
+    PrefillDone(attempt_id=ATTEMPT, num_cached_tokens=16, first_token=11),
+    PrefillFailed(attempt_id=ATTEMPT, reason=HandBackReason.REVOKED),
+    PrefillFailed(attempt_id=ATTEMPT, reason=FinishReason.INVALID_OUTPUT),
+    TokensReady(
+        attempt_id=ATTEMPT,
+        run=TokenRun(first_position=2, token_ids=(1, 2), choice=1),
+        num_cached_tokens=48,
+    ),
+    TokensReady(
+        attempt_id=ATTEMPT,
+        run=TokenRun(first_position=2, token_ids=(), finish_reason=FinishReason.LENGTH),
+    ),
+)
+
+
+def make_frame(*replies: Reply, step: int = 1) -> CoreFrame:
+    return CoreFrame(step=step, replies=replies, ledger=LEDGER)
+
+
+def test_commands_survive_the_wire() -> None:
+    message = EngineCommands(commands=COMMANDS)
+    (payload,) = frames_of(encode_to_engine(message))
+    decoded = decode_to_engine(payload)
+    assert decoded == message
+    assert isinstance(decoded, EngineCommands)
+    assert decoded.commands[0].request.traceparent == "00-aa-bb-01"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        EngineMapped(pid=7),
+        EngineReady(load_s=1.5, num_parameters=12),
+        EngineFailed(code="invalid_model", message="no such file"),
+        EngineSteps(
+            frames=(
+                CoreFrame(
+                    step=9,
+                    replies=REPLIES,
+                    ledger=LEDGER,
+                    num_queued_tokens=1,
+                    num_preemptions=2,
+                    forward_s=0.25,
+                    logits_s=0.5,
+                    sample_s=1.0,
+                    other_s=2.0,
+                    num_step_tokens=3,
+                ),
+                make_frame(step=0),
+            )
+        ),
+    ],
+)
+def test_engine_messages_survive_the_wire(message: FromEngine) -> None:
+    (payload,) = frames_of(encode_from_engine(message))
+    assert decode_from_engine(payload) == message
+
+
+def test_boot_survives_the_wire() -> None:
+    boot = EngineBoot(
+        worker_id="d0",
+        incarnation="00aa",
+        model_path="models/tiny",
+        dtype="float32",
+        layout=KvLayout.block_major(
+            num_blocks=8, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32"
+        ),
+        core=CoreConfig(num_blocks=8, eos_token_ids=(1, 2)),
+        namespace_seed=b"\x00" * 32,
+        pool_fd=3,
+        leaves_fd=4,
+        control_fd=5,
+        event_fd=6,
+        layer_group=4,
+        cpu_affinity=(1,),
+    )
+    (payload,) = frames_of(encode_to_engine(boot))
+    assert decode_to_engine(payload) == boot
+
+
+def test_a_stream_may_be_cut_anywhere() -> None:
+    first = encode_from_engine(EngineMapped(pid=1))
+    second = encode_from_engine(EngineSteps(frames=(make_frame(*REPLIES),)))
+    data = first + second
+    for cut in range(len(data) + 1):
+        buffer = FrameBuffer()
+        buffer.feed(data[:cut])
+        got = list(buffer.frames())
+        buffer.feed(data[cut:])
+        got += list(buffer.frames())
+        assert got == [first[4:], second[4:]]
+        assert buffer.num_waiting_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([99, 1]),
+        msgspec.msgpack.encode([2]),
+        msgspec.msgpack.encode([2, "pid"]),
+        msgspec.msgpack.encode([2, 1, "one too many"]),
+        msgspec.msgpack.encode(
+            [6, [[1, [[31, ["r", 1], "because"]], [0] * 9, 0, 0, 0, 0, 0, 0, 0]]]
+        ),
+        encode_to_engine(EngineCommands(commands=()))[4:],
+    ],
+)
+def test_what_is_no_frame_is_refused(payload: bytes) -> None:
+    with pytest.raises(EngineFrameError):
+        decode_from_engine(payload)
+
+
+def test_ragged_token_bytes_are_refused() -> None:
+    prefill = encode_to_engine(
+        EngineCommands(commands=(Prefill(request=make_request(), attempt=1),))
+    )
+    tree = msgspec.msgpack.decode(prefill[4:])
+    tree[1][0][2][2] = b"abc"
+    with pytest.raises(EngineFrameError, match="3 bytes"):
+        decode_to_engine(msgspec.msgpack.encode(tree))
+
+
+def test_a_length_out_of_step_is_refused() -> None:
+    buffer = FrameBuffer()
+    buffer.feed(struct.pack("<I", MAX_FRAME_BYTES + 1))
+    with pytest.raises(EngineFrameError):
+        list(buffer.frames())
+
+
+def test_waiting_frames_merge_but_a_chunk_keeps_its_step() -> None:
+    token = REPLIES[10]
+    chunk = ChunkPlanned(attempt_id=ATTEMPT, start=0, end=16)
+    waiting: list[CoreFrame] = []
+    merge_frames(waiting, make_frame(token, step=1))
+    merge_frames(waiting, make_frame(token, step=2))
+    assert waiting == [make_frame(token, token, step=2)]
+    merge_frames(waiting, make_frame(chunk, step=3))
+    assert waiting == [make_frame(token, token, chunk, step=3)]
+    merge_frames(waiting, make_frame(token, step=4))
+    merge_frames(waiting, make_frame(step=0))
+    assert waiting == [make_frame(token, token, chunk, step=3), make_frame(token, step=0)]
+
+
+def frames_of(data: bytes) -> list[bytes]:
+    buffer = FrameBuffer()
+    buffer.feed(data)
+    return list(buffer.frames())
