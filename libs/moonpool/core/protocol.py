@@ -41,6 +41,8 @@ class RefuseReason(enum.StrEnum):
     DRAINING = "draining"
     #: Larger than the whole pool: will never fit on this worker.
     NEVER_FITS = "never_fits"
+    #: The core did not answer in time (a long step); said by the service, not by the core.
+    BUSY = "busy"
 
 
 class HandBackReason(enum.StrEnum):
@@ -52,6 +54,8 @@ class HandBackReason(enum.StrEnum):
     TOO_LONG_TO_REPAIR = "too_long_to_repair"
     #: The prefill side failed or vanished and the rest is too long to compute here.
     SOURCE_LOST = "source_lost"
+    #: The prefill side refused, aborted or outran this attempt: the router has been or will be told.
+    SOURCE_REFUSED = "source_refused"
     PREEMPTED = "preempted"
     DRAINING = "draining"
 

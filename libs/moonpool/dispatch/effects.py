@@ -1,0 +1,91 @@
+"""What the router's request machine wants done. A shell performs effects in the order given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moonpool.errors import MoonpoolError
+from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillRequest
+from moonpool.ids import RequestId, WorkerKey
+from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.routing.disagg_decider import DisaggDecision
+from moonpool.routing.selector import Selection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPrefill:
+    key: WorkerKey
+    message: PrefillRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDecode:
+    key: WorkerKey
+    message: DecodeRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAbort:
+    key: WorkerKey
+    message: AbortRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What the answer cost, for the client and the books."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    #: Prompt tokens that no worker had to compute, as the first attempt that drew a token saw it.
+    num_cached_tokens: int = 0
+    #: Placements, refused ones included.
+    num_attempts: int = 0
+    num_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitTokens:
+    """New tokens for the client: consecutive, each position exactly once.
+
+    The run's finish reason is set only in the last EmitTokens of a request that ends well.
+    """
+
+    request_id: RequestId
+    run: TokenRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRequest:
+    """The request is over; exactly one per request, and its last effect but for aborts."""
+
+    request_id: RequestId
+    #: Set if it ended well.
+    finish_reason: FinishReason | None
+    usage: Usage
+    #: The error's code if it did not; None otherwise.
+    error_code: str | None = None
+    #: The error itself, to raise or to map to a status.
+    error: MoonpoolError | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The record of one placement: where an attempt goes, and every term that decided it."""
+
+    request_id: RequestId
+    attempt: int
+    decode: Selection
+    decision: DisaggDecision
+    prefill: Selection | None
+    #: Why the attempt before this one ended; empty for the first.
+    previous_outcome: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """For the log, the trace and `explain`; comes before the messages that it explains."""
+
+    placement: Placement
+
+
+DispatchEffect = SendPrefill | SendDecode | SendAbort | EmitTokens | EndRequest | Placed

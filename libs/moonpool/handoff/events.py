@@ -1,0 +1,118 @@
+"""What happens to the handoff machines. A shell turns IO into these, and calls `handle(event, now)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moonpool.core.protocol import BlockLedger, Reply
+from moonpool.handoff.messages import Open, RouterKey, RouterMessage, SourceMessage, StreamId
+from moonpool.ids import AttemptId
+
+
+class ReadId(NamedTuple):
+    """One read of one attempt on the decode side."""
+
+    attempt_id: AttemptId
+    #: Counts from 0 within the attempt.
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterMessageReceived:
+    """Both roles. Each machine acts on its own kind and learns the attempt number from the other."""
+
+    router: RouterKey
+    message: RouterMessage
+    #: For a DecodeRequest: how many leading blocks of prompt + emitted stand in the published KV set.
+    #: None if the shell does not know: then only the core refuses.
+    num_published_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLost:
+    """Both roles. The router's stream was cut: everything it made here dies."""
+
+    router: RouterKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreFrameReceived:
+    """Both roles. One frame of the core: `step` is the plan that runs after it."""
+
+    step: int
+    replies: tuple[Reply, ...]
+    ledger: BlockLedger | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersDone:
+    """Prefill. The control page: layers [0, num_layers) of `step` are written, and all steps before.
+
+    May run ahead of the step's frame, or be told late or not at all; the latest word counts.
+    """
+
+    step: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenReceived:
+    """Prefill. A reader opened a handoff stream."""
+
+    stream_id: StreamId
+    open: Open
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamClosed:
+    """Prefill. The reader ended its stream, or it was cut. Once per stream that was not ended here."""
+
+    stream_id: StreamId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceMessageReceived:
+    """Decode. The source says something on the handoff stream of `message.attempt_id`."""
+
+    message: SourceMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBroken:
+    """Decode. The stream was cut, could not be opened, or was ended by the source."""
+
+    attempt_id: AttemptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadDone:
+    """Decode. A read has ended for good: no byte of it will be written any more.
+
+    Comes exactly once for each StartRead, even if the attempt has ended or the stream is closed.
+    """
+
+    read_id: ReadId
+    #: Every leaf of these blocks that is not named below lies verified in the target.
+    is_ok: bool = True
+    #: Indices, in StartRead's lists, of blocks with a leaf that did not match, ascending.
+    bad_indices: tuple[int, ...] = ()
+
+
+PrefillEvent = (
+    RouterMessageReceived
+    | RouterLost
+    | CoreFrameReceived
+    | LayersDone
+    | OpenReceived
+    | StreamClosed
+)
+DecodeEvent = (
+    RouterMessageReceived
+    | RouterLost
+    | CoreFrameReceived
+    | SourceMessageReceived
+    | StreamBroken
+    | ReadDone
+)
+HandoffEvent = PrefillEvent | DecodeEvent

@@ -1,0 +1,128 @@
+"""The least loaded worker among those that may take a request: filters first, then one score.
+
+Prefill is scored in uncached tokens queued (one unit beats a blend of unlike signals; llm-d),
+decode in requests there, the used fraction of its pool as the part behind the point. Ties go to the
+smaller worker key, so that the same views always give the same choice.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moonpool.ids import WorkerKey
+from moonpool.routing.worker_view import WorkerView
+
+
+class FilterReason(enum.StrEnum):
+    """Why a worker is no candidate."""
+
+    WRONG_ROLE = "wrong_role"
+    DRAINING = "draining"
+    #: It refused and has not reported since, or its pool cannot hold the request now.
+    NO_ROOM = "no_room"
+    #: It failed on a request path a moment ago, and others are there.
+    INHIBITED = "inhibited"
+    #: It said that it can never hold this request, or is the decode worker itself.
+    EXCLUDED = "excluded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One worker in a selection: its score, or why it has none."""
+
+    key: WorkerKey
+    score: float | None
+    filtered: FilterReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Whom the selector chose, and what it saw."""
+
+    #: None if every worker is filtered.
+    key: WorkerKey | None
+    #: All workers of the right role, by key.
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that could do this at some time: not excluded, not draining."""
+        return sum(
+            candidate.filtered not in (FilterReason.EXCLUDED, FilterReason.DRAINING)
+            for candidate in self.candidates
+        )
+
+
+def select_decode(
+    views: Iterable[WorkerView],
+    *,
+    num_blocks: int,
+    excluded: frozenset[WorkerKey] = frozenset(),
+) -> Selection:
+    """The decode worker with the fewest requests, its pool's used fraction breaking ties.
+
+    Args:
+        num_blocks: What the request needs there, cached blocks not counted.
+        excluded: Workers that can never hold this request.
+    """
+    rated: list[tuple[WorkerView, float, FilterReason | None]] = []
+    for view in views:
+        if not view.info.role.can_decode:
+            continue
+        has_room = view.load.num_total_blocks == 0 or view.num_available_blocks >= num_blocks
+        rated.append(
+            (
+                view,
+                view.num_requests + view.used_fraction,
+                _filter(view, has_room=has_room, excluded=excluded),
+            )
+        )
+    return _select(rated)
+
+
+def select_prefill(
+    views: Iterable[WorkerView], *, excluded: frozenset[WorkerKey] = frozenset()
+) -> Selection:
+    """The prefill worker with the fewest uncached tokens queued."""
+    rated = [
+        (
+            view,
+            float(view.num_queued_tokens),
+            _filter(view, has_room=True, excluded=excluded),
+        )
+        for view in views
+        if view.info.role.can_prefill
+    ]
+    return _select(rated)
+
+
+def _filter(
+    view: WorkerView, *, has_room: bool, excluded: frozenset[WorkerKey]
+) -> FilterReason | None:
+    if view.key in excluded:
+        return FilterReason.EXCLUDED
+    if view.load.is_draining:
+        return FilterReason.DRAINING
+    if view.is_full or not has_room:
+        return FilterReason.NO_ROOM
+    return None
+
+
+def _select(rated: list[tuple[WorkerView, float, FilterReason | None]]) -> Selection:
+    rated.sort(key=lambda entry: entry[0].key)
+    has_healthy = any(reason is None and not view.is_inhibited for view, _, reason in rated)
+    candidates = []
+    for view, score, reason in rated:
+        if reason is None and view.is_inhibited and has_healthy:
+            reason = FilterReason.INHIBITED
+        candidates.append(
+            Candidate(key=view.key, score=score if reason is None else None, filtered=reason)
+        )
+    best = min(
+        (candidate for candidate in candidates if candidate.score is not None),
+        key=lambda candidate: (candidate.score, candidate.key),
+        default=None,
+    )
+    return Selection(key=best.key if best else None, candidates=tuple(candidates))

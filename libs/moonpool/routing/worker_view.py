@@ -1,0 +1,96 @@
+"""What a router knows about one worker: who it is, what it may do, and how loaded it is."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from moonpool.ids import WorkerKey
+
+
+class WorkerRole(enum.StrEnum):
+    """What a worker is asked to do. A role change is not a new incarnation."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def can_prefill(self) -> bool:
+        return self is not WorkerRole.DECODE
+
+    @property
+    def can_decode(self) -> bool:
+        return self is not WorkerRole.PREFILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """Load as a worker reports it, in every frame on the router's stream and in each heartbeat."""
+
+    num_total_blocks: int = 0
+    #: Free blocks plus cached ones that nobody references: what a new request can have.
+    num_available_blocks: int = 0
+    #: Requests that hold or wait for decode blocks: running, waiting and reserved ones.
+    num_requests: int = 0
+    #: Uncached tokens that wait to be computed, the rest of running prefills included.
+    num_queued_tokens: int = 0
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A worker as it introduced itself: fixed for an incarnation, but for its role."""
+
+    key: WorkerKey
+    role: WorkerRole
+    #: gRPC address (host:port) that routers and peers connect to.
+    address: str
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A worker as the selector sees it at one moment.
+
+    The `own_*` numbers are what this router has placed there and not seen ended. A report may or may
+    not count them already, so each term of the load is the larger of the two: never counted twice,
+    never blind between two reports.
+    """
+
+    info: WorkerInfo
+    load: WorkerLoad = WorkerLoad()
+    own_num_requests: int = 0
+    own_num_blocks: int = 0
+    own_num_queued_tokens: int = 0
+    #: A request-path failure lies less than the inhibition time back: only if there is no other.
+    is_inhibited: bool = False
+    #: It refused, and no frame has come since: has no room, whatever the numbers say.
+    is_full: bool = False
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.info.key
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return max(self.load.num_queued_tokens, self.own_num_queued_tokens)
+
+    @property
+    def num_requests(self) -> int:
+        return max(self.load.num_requests, self.own_num_requests)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return max(self.load.num_total_blocks - self.load.num_available_blocks, self.own_num_blocks)
+
+    @property
+    def num_available_blocks(self) -> int:
+        return max(self.load.num_total_blocks - self.num_used_blocks, 0)
+
+    @property
+    def used_fraction(self) -> float:
+        """Of the pool, 0 to 1; 0 while the worker has not reported its pool."""
+        if self.load.num_total_blocks == 0:
+            return 0.0
+        return min(self.num_used_blocks / self.load.num_total_blocks, 1.0)
