@@ -68,9 +68,19 @@ class OverloadedError(MoonpoolError):
 
 
 class DeadlineExceededError(MoonpoolError):
-    """The request's deadline passed: 408 while it waited, 504 while it ran (DEADLINE_EXCEEDED)."""
+    """The request's deadline passed while it ran (504, DEADLINE_EXCEEDED)."""
 
     default_code = "deadline_exceeded"
+
+
+class QueueDeadlineError(DeadlineExceededError):
+    """The deadline passed while the request waited: nothing was computed (408)."""
+
+
+class UnauthenticatedError(MoonpoolError):
+    """No key, or not this cluster's (401, UNAUTHENTICATED)."""
+
+    default_code = "invalid_api_key"
 
 
 class CancelledByClientError(MoonpoolError):

@@ -1,0 +1,1 @@
+"""gRPC: servers, channels, calls with deadlines, and errors mapped at the boundary."""

@@ -1,0 +1,144 @@
+"""The bus within one process, for tests: a broker that can be stopped and started."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import TracebackType
+from typing import Self
+
+from moonpool.bus.protocol import (
+    DEFAULT_QUEUE_SIZE,
+    BusMessage,
+    ConnectionListener,
+    Subscription,
+)
+from moonpool.bus.subjects import matches
+from moonpool.errors import DeadlineExceededError, UnavailableError
+
+
+class MemoryBroker:
+    """What the buses of a test share. Starts up unless told otherwise."""
+
+    def __init__(self, *, is_up: bool = True) -> None:
+        self._is_up = is_up
+        self._buses: list[MemoryBus] = []
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up
+
+    def start(self) -> None:
+        self._set_up(True)
+
+    def stop(self) -> None:
+        self._set_up(False)
+
+    def attach(self, bus: MemoryBus) -> None:
+        self._buses.append(bus)
+
+    def detach(self, bus: MemoryBus) -> None:
+        self._buses.remove(bus)
+
+    def deliver(self, message: BusMessage) -> None:
+        for bus in tuple(self._buses):
+            bus.deliver(message)
+
+    def _set_up(self, is_up: bool) -> None:
+        if self._is_up != is_up:
+            self._is_up = is_up
+            for bus in tuple(self._buses):
+                bus.connection_changed()
+
+
+class MemoryBus:
+    """One client of a MemoryBroker. Implements Bus."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+        self._subscriptions: list[Subscription] = []
+        self._listeners: list[ConnectionListener] = []
+        self._connected = asyncio.Event()
+        self._inboxes = itertools.count(1)
+        self._num_unsent = 0
+        self._is_open = False
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_open and self._broker.is_up
+
+    @property
+    def num_unsent(self) -> int:
+        return self._num_unsent
+
+    def on_connection(self, listener: ConnectionListener) -> None:
+        self._listeners.append(listener)
+        if self.is_connected:
+            listener(True)
+
+    async def wait_connected(self) -> None:
+        await self._connected.wait()
+
+    async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
+        if not self.is_connected:
+            self._num_unsent += 1
+            return False
+        self._broker.deliver(BusMessage(subject=subject, data=bytes(data), reply_to=reply_to))
+        return True
+
+    async def subscribe(
+        self, subject: str, *, queue_size: int = DEFAULT_QUEUE_SIZE
+    ) -> Subscription:
+        subscription = Subscription(subject, queue_size=queue_size, on_close=self._unsubscribe)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
+        inbox = f"_INBOX.{id(self)}.{next(self._inboxes)}"
+        answers = await self.subscribe(inbox, queue_size=1)
+        try:
+            if not await self.publish(subject, data, reply_to=inbox):
+                raise UnavailableError("The bus is not connected.", code="bus_unavailable")
+            async with asyncio.timeout(deadline_s):
+                async for answer in answers:
+                    return answer.data
+            raise UnavailableError("The bus was closed.", code="bus_unavailable")
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"No answer on {subject} in {deadline_s} s.") from error
+        finally:
+            await answers.close()
+
+    def deliver(self, message: BusMessage) -> None:
+        for subscription in tuple(self._subscriptions):
+            if matches(subscription.subject, message.subject):
+                subscription.put(message)
+
+    def connection_changed(self) -> None:
+        if self.is_connected:
+            self._connected.set()
+        else:
+            self._connected.clear()
+        for listener in tuple(self._listeners):
+            listener(self.is_connected)
+
+    async def __aenter__(self) -> Self:
+        self._is_open = True
+        self._broker.attach(self)
+        if self._broker.is_up:
+            self.connection_changed()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_open = False
+        self._connected.clear()
+        self._broker.detach(self)
+        for subscription in tuple(self._subscriptions):
+            await subscription.close()
+
+    async def _unsubscribe(self, subscription: Subscription) -> None:
+        self._subscriptions.remove(subscription)

@@ -1,0 +1,128 @@
+"""Errors at the gRPC boundary, both ways.
+
+Server: `ErrorInterceptor` wraps every handler. A MoonpoolError becomes its status with details; any
+other exception is logged once and becomes INTERNAL with a constant text; cancellation passes.
+Client: `errors_from` turns a peer's AioRpcError into the MoonpoolError it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
+from moonpool.errors import MoonpoolError
+from moonpool.wire import status as wire_status
+
+#: Where google.rpc.Status travels in trailing metadata, by gRPC's convention.
+STATUS_DETAILS = "grpc-status-details-bin"
+
+_STATUS_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+log = structlog.get_logger("moonpool.rpc")
+
+
+async def abort(context: grpc.aio.ServicerContext, error: MoonpoolError) -> None:
+    """End the call with the error's status and details. Never returns normally."""
+    status = wire_status.to_rpc_status(error)
+    await context.abort(
+        _STATUS_CODE_BY_NUMBER[status.code],
+        status.message,
+        ((STATUS_DETAILS, status.SerializeToString()),),
+    )
+
+
+def error_from(failure: grpc.aio.AioRpcError, peer: str) -> MoonpoolError:
+    """The error that the peer raised, or one that says what the transport saw.
+
+    Args:
+        peer: Named in messages of the transport's, which do not name it themselves.
+    """
+    for key, value in failure.trailing_metadata() or ():
+        if key == STATUS_DETAILS and isinstance(value, bytes):
+            with contextlib.suppress(DecodeError):
+                return wire_status.from_rpc_status(status_pb2.Status.FromString(value))
+    code: int = failure.code().value[0]
+    return wire_status.from_rpc_status(
+        status_pb2.Status(code=code, message=f"{peer}: {failure.details()}")
+    )
+
+
+@contextlib.contextmanager
+def errors_from(peer: str) -> Iterator[None]:
+    """Raise the MoonpoolError behind an AioRpcError of a call to `peer`."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as failure:
+        raise error_from(failure, peer) from failure
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Maps what handlers raise. Wraps all four kinds of handlers."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                _unary(handler.unary_unary, method), **codecs
+            )
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(
+                _unary(handler.stream_unary, method), **codecs
+            )
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                _stream(handler.unary_stream, method), **codecs
+            )
+        return grpc.stream_stream_rpc_method_handler(
+            _stream(handler.stream_stream, method), **codecs
+        )
+
+
+def _unary(behaviour: Any, method: str) -> Any:  # Any: handlers are untyped in grpc
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async with _mapped(method, context):
+            return await behaviour(request, context)
+
+    return call
+
+
+def _stream(behaviour: Any, method: str) -> Any:  # Any: handlers are untyped in grpc
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with (
+            _mapped(method, context),
+            contextlib.aclosing(behaviour(request, context)) as replies,
+        ):
+            async for reply in replies:
+                yield reply
+
+    return call
+
+
+@contextlib.asynccontextmanager
+async def _mapped(method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    try:
+        yield
+    except MoonpoolError as error:
+        await abort(context, error)
+    except (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.BaseError):
+        raise
+    except Exception:
+        log.exception("rpc.handler_failed", method=method)
+        await abort(context, wire_status.hidden())
