@@ -1,0 +1,97 @@
+"""Compile the C library: `python -m moonpool.native.build` for developers, hatch_build.py for wheels.
+
+Standard library only, and no import of Moonpool: the build hook loads this file by path in an
+environment that holds nothing but the build backend.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+LIBRARY_NAME = "libmoonpool_native.so"
+
+_HERE = Path(__file__).resolve().parent
+_SOURCES = _HERE / "src"
+_XXHASH = _HERE / "third_party" / "xxhash"
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+#: Further variants of the leaf digest, chosen at load time by src/dispatch.c.
+_X86_VARIANTS = (("avx2", "-mavx2"), ("avx512", "-mavx512f"))
+
+
+class BuildError(Exception):
+    """The compiler refused a file; the message is its own."""
+
+
+def find_compiler() -> str | None:
+    """The C compiler: `$CC` if set, else `cc`; None if there is none."""
+    return shutil.which(os.environ.get("CC") or "cc")
+
+
+def compile_library(target: Path, compiler: str) -> None:
+    """Compile src/ into the shared library `target`, replacing it in one move.
+
+    A process that has the old file mapped keeps it.
+
+    Raises:
+        BuildError: A compiler run failed.
+    """
+    variants = _X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else ()
+    have = [f"-DMP_HAVE_{isa.upper()}" for isa, _ in variants]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
+        objects: list[str] = []
+
+        def compile_one(source: Path, name: str, *flags: str) -> None:
+            objects.append(str(Path(folder) / f"{name}.o"))
+            _run(
+                [
+                    compiler,
+                    *_FLAGS,
+                    *flags,
+                    f"-I{_SOURCES}",
+                    f"-I{_XXHASH}",
+                    "-c",
+                    str(source),
+                    "-o",
+                    objects[-1],
+                ]
+            )
+
+        for source in sorted(_SOURCES.glob("*.c")):
+            compile_one(source, source.stem, *have)
+        for isa, flag in variants:
+            compile_one(_SOURCES / "leaf_digest.c", isa, f"-DMP_ISA={isa}", flag)
+        library = Path(folder) / LIBRARY_NAME
+        _run([compiler, "-shared", "-pthread", *objects, "-o", str(library)])
+        library.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def main() -> int:
+    """Build the library into the package, where native/library.py looks for it."""
+    compiler = find_compiler()
+    if compiler is None:
+        sys.stderr.write("no C compiler: set CC or install cc\n")
+        return 1
+    try:
+        compile_library(_HERE / LIBRARY_NAME, compiler)
+    except BuildError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"built {_HERE / LIBRARY_NAME}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""The same kernels in numpy and xxhash, for machines where the C library could not be built.
+
+Correct and slower. Its control page relies on aligned 8-byte stores being single, which CPython's
+platforms give, and on the processor not reordering stores, which only x86 gives; on others a reader
+may see a layer too early and then finds a wrong digest, which costs a recompute and no token.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import xxhash
+
+from moonpool.native.geometry import (
+    BoolArray,
+    ByteArray,
+    DigestArray,
+    Int32Array,
+    Int64Array,
+    LeafCheckArray,
+    LeafGeometry,
+    RangeError,
+)
+from moonpool.native.kernels import ControlPage, LayerFinisher, Progress
+
+
+class FallbackKernels:
+    """Kernels without C."""
+
+    def digest(self, data: ByteArray) -> int:
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(data).data)
+
+    def write_leaves(
+        self,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        block_ids: Int32Array,
+        layer: int,
+        leaves: DigestArray,
+    ) -> None:
+        _check_blocks(geometry, block_ids, layer)
+        for block in block_ids.tolist():
+            leaves[block, layer] = _leaf_digest(pool, geometry, block, layer)
+
+    def zero_tails(
+        self, pool: ByteArray, geometry: LeafGeometry, tails: Int32Array, layer: int
+    ) -> None:
+        rows = tails.reshape(-1, 2)
+        _check_blocks(geometry, rows[:, 0], layer)
+        for index, slot in enumerate(rows[:, 1].tolist()):
+            if not 0 <= slot <= geometry.block_size:
+                raise RangeError("slot of tail", index)
+        for block, slot in rows.tolist():
+            for plane in _planes(pool, geometry, block, layer):
+                by_token = plane.reshape(-1, geometry.block_size, geometry.token_bytes)
+                by_token[:, slot:] = 0
+
+    def verify_leaves(
+        self, pool: ByteArray, geometry: LeafGeometry, checks: LeafCheckArray
+    ) -> BoolArray:
+        _check_leaves(geometry, checks)
+        return np.fromiter(
+            (
+                _leaf_digest(pool, geometry, int(check["block"]), int(check["layer"]))
+                != int(check["expected"])
+                for check in checks
+            ),
+            np.bool_,
+            len(checks),
+        )
+
+    def copy_verify(
+        self,
+        source: ByteArray,
+        target: ByteArray,
+        spans: Int64Array,
+        geometry: LeafGeometry,
+        checks: LeafCheckArray,
+    ) -> BoolArray:
+        if not target.flags.writeable:
+            raise ValueError("the target is read-only")
+        for index, (from_, to, length) in enumerate(spans.tolist()):
+            if min(from_, to, length) < 0 or from_ + length > source.size:
+                raise RangeError("span", index)
+            if to + length > target.size:
+                raise RangeError("span", index)
+        _check_leaves(geometry, checks)
+        after = checks["after_span"]
+        if len(spans) and len(checks) and (after[-1] >= len(spans) or np.any(np.diff(after) < 0)):
+            raise ValueError("leaves are not in order of after_span")
+        for from_, to, length in spans.tolist():
+            target[to : to + length] = source[from_ : from_ + length]
+        return self.verify_leaves(target, geometry, checks)
+
+    def control_page(self, page: ByteArray) -> ControlPage:
+        return FallbackControlPage(page)
+
+    def layer_finisher(
+        self,
+        *,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        leaves: DigestArray,
+        page: ByteArray,
+        eventfd: int,
+    ) -> LayerFinisher:
+        return FallbackLayerFinisher(self, pool, geometry, leaves, page, eventfd)
+
+
+class FallbackControlPage:
+    """ControlPage by plain 8-byte stores."""
+
+    def __init__(self, page: ByteArray) -> None:
+        self._words = page[:16].view(np.uint64)
+
+    def begin_step(self, step: int, now_ns: int) -> None:
+        self._words[1] = now_ns
+        self._words[0] = step << 16
+
+    def publish(self, step: int, layers_done: int) -> None:
+        self._words[0] = step << 16 | layers_done
+
+    def end_step(self) -> None:
+        self._words[1] = 0
+
+    def progress(self) -> Progress:
+        word = int(self._words[0])
+        return Progress(step=word >> 16, layers_done=word & 0xFFFF)
+
+    def started_ns(self) -> int:
+        return int(self._words[1])
+
+
+class FallbackLayerFinisher:
+    """LayerFinisher in four calls."""
+
+    def __init__(
+        self,
+        kernels: FallbackKernels,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        leaves: DigestArray,
+        page: ByteArray,
+        eventfd: int,
+    ) -> None:
+        self._kernels = kernels
+        self._pool, self._geometry, self._leaves = pool, geometry, leaves
+        self._page = FallbackControlPage(page)
+        self._eventfd = eventfd
+
+    def finish_layer(
+        self, *, step: int, layer: int, block_ids: Int32Array, zero_tails: Int32Array
+    ) -> None:
+        self._kernels.zero_tails(self._pool, self._geometry, zero_tails, layer)
+        self._kernels.write_leaves(self._pool, self._geometry, block_ids, layer, self._leaves)
+        self._page.publish(step, layer + 1)
+        if self._eventfd >= 0:
+            os.eventfd_write(self._eventfd, 1)
+
+
+def _planes(pool: ByteArray, geometry: LeafGeometry, block: int, layer: int) -> list[ByteArray]:
+    first = geometry.first_byte + block * geometry.block_stride + layer * geometry.layer_stride
+    starts = range(
+        first, first + geometry.num_planes * geometry.plane_stride, geometry.plane_stride
+    )
+    return [pool[start : start + geometry.plane_bytes] for start in starts]
+
+
+def _leaf_digest(pool: ByteArray, geometry: LeafGeometry, block: int, layer: int) -> int:
+    state = xxhash.xxh3_64()
+    for plane in _planes(pool, geometry, block, layer):
+        state.update(plane.data)
+    return state.intdigest()
+
+
+def _check_blocks(geometry: LeafGeometry, block_ids: Int32Array, layer: int) -> None:
+    if not 0 <= layer < geometry.num_layers:
+        raise RangeError("layer of leaf", 0)
+    for index, block in enumerate(block_ids.tolist()):
+        if not 0 <= block < geometry.num_blocks:
+            raise RangeError("block of leaf", index)
+
+
+def _check_leaves(geometry: LeafGeometry, checks: LeafCheckArray) -> None:
+    for index, check in enumerate(checks):
+        if not 0 <= int(check["block"]) < geometry.num_blocks:
+            raise RangeError("block of leaf", index)
+        if not 0 <= int(check["layer"]) < geometry.num_layers:
+            raise RangeError("layer of leaf", index)

@@ -1,0 +1,134 @@
+"""Kernels: what the native library does, as one interface with a compiled and a Python form.
+
+All arrays are C-contiguous. A pool is uint8[region_bytes]; digests are uint64[num_blocks, num_layers].
+Every call checks bounds before it writes and raises RangeError having written nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from moonpool.native.geometry import (
+    BoolArray,
+    ByteArray,
+    DigestArray,
+    Int32Array,
+    Int64Array,
+    LeafCheckArray,
+    LeafGeometry,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a worker's running step is: layers [0, layers_done) of `step` may be read."""
+
+    step: int
+    layers_done: int
+
+
+class ControlPage(Protocol):
+    """One page that the engine writes and its service reads. `step` < 2^48, layers < 2^16."""
+
+    def begin_step(self, step: int, now_ns: int) -> None:
+        """No layer of `step` is done; it began at CLOCK_MONOTONIC `now_ns`."""
+        ...
+
+    def publish(self, step: int, layers_done: int) -> None:
+        """All bytes written so far for layers [0, layers_done) may be read by whoever sees this."""
+        ...
+
+    def end_step(self) -> None:
+        """No step runs; progress keeps its last value."""
+        ...
+
+    def progress(self) -> Progress:
+        """The last published value; step 0 before the first step."""
+        ...
+
+    def started_ns(self) -> int:
+        """CLOCK_MONOTONIC at which the running step began, 0 while none runs."""
+        ...
+
+
+class LayerFinisher(Protocol):
+    """What the engine does after each layer, bound once to its pool."""
+
+    def finish_layer(
+        self, *, step: int, layer: int, block_ids: Int32Array, zero_tails: Int32Array
+    ) -> None:
+        """Zero tails, write the leaves of `block_ids`, publish (step, layer + 1), ring.
+
+        Args:
+            block_ids: int32[n].
+            zero_tails: int32[m, 2] of (block, first unused slot).
+        """
+        ...
+
+
+class Kernels(Protocol):
+    """Calls release the interpreter lock in the compiled form."""
+
+    def digest(self, data: ByteArray) -> int:
+        """XXH3-64 of one run of bytes."""
+        ...
+
+    def write_leaves(
+        self,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        block_ids: Int32Array,
+        layer: int,
+        leaves: DigestArray,
+    ) -> None:
+        """leaves[block, layer] = the block's digest, for each of `block_ids`."""
+        ...
+
+    def zero_tails(
+        self, pool: ByteArray, geometry: LeafGeometry, tails: Int32Array, layer: int
+    ) -> None:
+        """Zero slots [first unused, block_size) of one layer; `tails` is int32[m, 2]."""
+        ...
+
+    def verify_leaves(
+        self, pool: ByteArray, geometry: LeafGeometry, checks: LeafCheckArray
+    ) -> BoolArray:
+        """bool[n]: True where the pool's digest differs from `expected`."""
+        ...
+
+    def copy_verify(
+        self,
+        source: ByteArray,
+        target: ByteArray,
+        spans: Int64Array,
+        geometry: LeafGeometry,
+        checks: LeafCheckArray,
+    ) -> BoolArray:
+        """Copy spans and check each leaf as soon as its last byte is there.
+
+        Args:
+            spans: int64[n, 3] of (source offset, target offset, length), none overlapping in target.
+            geometry: Of the target.
+            checks: In order of `after_span`.
+
+        Returns:
+            bool[len(checks)]: True where the copy's digest differs from `expected`.
+        """
+        ...
+
+    def control_page(self, page: ByteArray) -> ControlPage:
+        """Access to a shared page of at least 16 bytes, zero when new, 8-byte aligned."""
+        ...
+
+    def layer_finisher(
+        self,
+        *,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        leaves: DigestArray,
+        page: ByteArray,
+        eventfd: int,
+    ) -> LayerFinisher:
+        """Bind the engine's memory once; `eventfd` may be -1."""
+        ...

@@ -1,0 +1,86 @@
+/*
+ * The native part of Moonpool: copies of KV blocks, their digests, and the control page.
+ *
+ * Rules
+ *  - Plain C11 and POSIX threads. No Python and no torch: the library is called through ctypes, which
+ *    releases the interpreter lock, so nothing here may call back.
+ *  - Nothing is allocated on the data path and no pointer is kept after a call returns. The copy queue
+ *    (copy_queue.c) is the one exception: it keeps a job's pointers until the job has completed.
+ *  - Every offset is checked against the size of its region before the first byte is written. A call
+ *    that fails has written nothing.
+ *  - Geometry (strides, lengths) comes from kv/layout.py as data; here it is only applied.
+ *
+ * A leaf digest is XXH3-64 over one layer of one block in canonical order: plane after plane (K, then
+ * V), each plane one contiguous run. Digest arrays are uint64[num_blocks, num_layers], row-major.
+ */
+#ifndef MOONPOOL_NATIVE_H
+#define MOONPOOL_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MP_EXPORT __attribute__((visibility("default")))
+
+/* Raised whenever a signature or a struct changes; native/library.py has the same number. */
+#define MP_ABI_VERSION 1
+
+enum {
+    MP_OK = 0,
+    MP_SPAN_OUT_OF_BOUNDS = 1,
+    MP_BLOCK_OUT_OF_BOUNDS = 2,
+    MP_LAYER_OUT_OF_BOUNDS = 3,
+    MP_LEAF_ORDER = 4,
+    MP_BAD_GEOMETRY = 5,
+    MP_SLOT_OUT_OF_BOUNDS = 6,
+    MP_CLOSED = 7,
+    MP_SYSTEM = 8,
+};
+
+/* Where the leaves of one group of layers lie in a pool. All bytes, all int64. */
+typedef struct {
+    int64_t region_bytes;
+    int64_t first_byte; /* of block 0, layer 0, plane 0 */
+    int64_t num_blocks;
+    int64_t num_layers;
+    int64_t num_planes;
+    int64_t block_stride;
+    int64_t layer_stride;
+    int64_t plane_stride;
+    int64_t plane_bytes;
+    int64_t block_size;  /* tokens in a block */
+    int64_t token_bytes; /* one token of one head: the innermost run of a plane */
+} mp_geometry;
+
+/* How a call ended. `index` is the first offending span, leaf or row when status is not MP_OK. */
+typedef struct {
+    int64_t status;
+    int64_t index;
+    int64_t num_bad; /* leaves whose digest differs from the expected one */
+} mp_result;
+
+/* One leaf to check. `after_span` is the span that writes its last byte, or -1: check it first. */
+typedef struct {
+    int64_t block;
+    int64_t layer;
+    int64_t after_span;
+    uint64_t expected;
+} mp_leaf;
+
+typedef uint64_t (*mp_leaf_digest_fn)(const uint8_t *first_plane, int64_t plane_bytes,
+                                      int64_t plane_stride, int64_t num_planes);
+
+/* The variant that suits this machine, chosen when the library is loaded. */
+extern mp_leaf_digest_fn mp_leaf_digest;
+
+/* True if no leaf of the geometry can lie outside of the region. */
+int mp_geometry_is_valid(const mp_geometry *geometry);
+
+MP_EXPORT void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8_t *target,
+                    int64_t target_bytes, const int64_t *spans, int64_t num_spans,
+                    const mp_geometry *geometry, const mp_leaf *leaves, int64_t num_leaves,
+                    uint8_t *is_bad, mp_result *result);
+
+MP_EXPORT void mp_publish(void *page, uint64_t step, uint32_t layers_done);
+MP_EXPORT int64_t mp_ring(int32_t eventfd);
+
+#endif
