@@ -133,15 +133,11 @@ class BlockCache:
         """
         idle = self._pool.release(block_ids)
         self._tick += 1
-        cached = [block_id for block_id in idle if block_id in self._tree]
-        self._tree.unlock(cached, self._tick)
-        if len(cached) < len(idle):
-            self._pool.free([block_id for block_id in idle if block_id not in self._tree])
+        self._pool.free(self._tree.unlock(idle, self._tick))
 
     def can_allocate(self, num_blocks: int, keep: Sequence[BlockId] = ()) -> bool:
         """Whether allocate(num_blocks) would succeed once `keep` (matched blocks) is acquired."""
-        num_kept = sum(self._pool.is_idle(block_id) for block_id in set(keep))
-        return num_blocks <= self.num_available - num_kept
+        return num_blocks <= self.num_available - self._pool.count_idle(keep)
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...]:
         """Take blocks, one reference each, evicting as few cached ones as needed. Contents undefined.

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NewType
@@ -26,6 +25,7 @@ from moonpool.ids import BlockHash
 #: 32 bytes: where the hash chains of one namespace begin.
 NamespaceSeed = NewType("NamespaceSeed", bytes)
 
+_TOKEN_BYTES = 4
 _SCHEME = "moonpool block hash 1"
 _SECRET_FINGERPRINT_SCHEME = b"moonpool secret fingerprint 1"
 
@@ -106,14 +106,15 @@ def hash_blocks(
     how it grows with an answer.
 
     Raises:
-        OverflowError: a token id does not fit 32 bits unsigned.
+        ValueError: a token id does not fit 32 bits unsigned.
     """
     num_blocks = len(token_ids) // block_size
-    words = array("I", token_ids[: num_blocks * block_size])
-    if sys.byteorder == "big":
-        words.byteswap()
-    raw = words.tobytes()
-    num_bytes = block_size * words.itemsize
+    num_tokens = num_blocks * block_size
+    try:
+        raw = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+    except struct.error as error:
+        raise ValueError(f"a token id is not a 32-bit unsigned number: {error}") from error
+    num_bytes = block_size * _TOKEN_BYTES
     sha256 = hashlib.sha256
     previous: bytes = parent if parent is not None else seed
     hashes: list[BlockHash] = []

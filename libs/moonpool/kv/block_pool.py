@@ -19,7 +19,7 @@ same ascending order, and runs of consecutive ids are what a transfer copies in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from moonpool.ids import BlockId
 
@@ -65,6 +65,18 @@ class BlockPool:
 
     def is_referenced(self, block_id: BlockId) -> bool:
         return self._ref_counts[block_id] > 0
+
+    def are_referenced(self, block_ids: Sequence[BlockId]) -> bool:
+        """Whether every one of the blocks has a reference.
+
+        Raises:
+            ValueError: an id is outside the pool.
+        """
+        return min(self._counts_of(block_ids), default=1) > 0
+
+    def count_idle(self, block_ids: Iterable[BlockId]) -> int:
+        """How many different ones of these blocks are idle."""
+        return list(map(self._ref_counts.__getitem__, set(block_ids))).count(0)
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...]:
         """Take free blocks, one reference each. O(num_blocks).
@@ -129,16 +141,16 @@ class BlockPool:
         Raises:
             ValueError: an id is not idle, occurs twice or is outside the pool.
         """
-        self._check_ids(block_ids)
-        ref_counts = self._ref_counts
-        for position, block_id in enumerate(block_ids):
-            if ref_counts[block_id] != 0:
-                for freed in block_ids[:position]:
-                    ref_counts[freed] = 0
-                raise ValueError(f"free of block {block_id}, which is not idle")
-            ref_counts[block_id] = _FREE
+        if any(self._counts_of(block_ids)) or len(set(block_ids)) != len(block_ids):
+            raise ValueError(f"free of blocks that are not idle: {block_ids}")
+        for block_id in block_ids:
+            self._ref_counts[block_id] = _FREE
         self._free.extend(block_ids)
         self._num_idle -= len(block_ids)
+
+    def _counts_of(self, block_ids: Sequence[BlockId]) -> list[int]:
+        self._check_ids(block_ids)
+        return list(map(self._ref_counts.__getitem__, block_ids))
 
     def _check_ids(self, block_ids: Sequence[BlockId]) -> None:
         if block_ids and not (min(block_ids) >= 0 and max(block_ids) < len(self._ref_counts)):

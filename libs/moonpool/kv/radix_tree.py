@@ -105,11 +105,12 @@ class RadixTree:
             return canonical
         new_hashes = list(hashes[depth:])
         new_block_ids = list(block_ids[depth:])
-        for block_id in new_block_ids:
-            if block_id in self or not self._pool.is_referenced(block_id):
-                raise ValueError(f"insert of block {block_id}, which is cached or not referenced")
         if len(set(new_block_ids)) != len(new_block_ids):
             raise ValueError(f"a block occurs twice: {new_block_ids}")
+        if not self._pool.are_referenced(new_block_ids):
+            raise ValueError(f"a block is not referenced: {new_block_ids}")
+        if any(map(self._node_by_block.__getitem__, new_block_ids)):
+            raise ValueError(f"a block stands for another hash: {new_block_ids}")
         if offset < len(node.hashes):
             node = self._split(node, offset)
         if node is self._root or node.children:
@@ -125,20 +126,23 @@ class RadixTree:
         self._events.on_stored(new_hashes, hashes[depth - 1] if depth else None)
         return canonical + new_block_ids
 
-    def unlock(self, block_ids: Sequence[BlockId], tick: int) -> None:
-        """These blocks of the tree have just lost their last reference."""
-        if not block_ids:
-            return
+    def unlock(self, block_ids: Sequence[BlockId], tick: int) -> list[BlockId]:
+        """These blocks have just lost their last reference; returns those that are not in the tree."""
+        nodes = list(map(self._node_by_block.__getitem__, block_ids))
+        private: list[BlockId] = []
+        distinct = dict.fromkeys(nodes)
+        if None in distinct:
+            del distinct[None]
+            pairs = list(zip(block_ids, nodes, strict=True))
+            private = [block_id for block_id, node in pairs if node is None]
+            block_ids = [block_id for block_id, node in pairs if node is not None]
         self._eviction.on_used(block_ids, tick)
-        previous: _Node | None = None
-        for block_id in block_ids:
-            node = self._node_by_block[block_id]
-            if node is not previous:
-                assert node is not None, f"block {block_id} is not in the tree"
-                previous = node
-                self._unlocked.pop(node, None)
-                self._unlocked[node] = None
-                self._queue_if_evictable(node)
+        for node in distinct:
+            assert node is not None
+            self._unlocked.pop(node, None)
+            self._unlocked[node] = None
+            self._queue_if_evictable(node)
+        return private
 
     def evict(self, num_blocks: int) -> list[BlockId]:
         """Remove at least `num_blocks` unlocked blocks; returns the removed ones, still idle.
@@ -216,16 +220,15 @@ class RadixTree:
 
     def _trim(self, leaf: _Node, num_blocks: int) -> list[BlockId]:
         """Remove up to `num_blocks` unlocked blocks from the leaf's tail, as long as it is its turn."""
-        length = len(leaf.block_ids)
-        keep = length - 1
-        while (
-            keep > max(0, length - num_blocks)
-            and self._pool.is_idle(leaf.block_ids[keep - 1])
-            and (
-                not self._leaves
-                or self._eviction.priority(leaf.block_ids[keep - 1]) <= self._leaves[0][0]
-            )
-        ):
+        is_idle, priority = self._pool.is_idle, self._eviction.priority
+        block_ids = leaf.block_ids
+        keep = len(block_ids) - 1
+        stop = max(0, len(block_ids) - num_blocks)
+        # The next leaf's turn comes after this priority (or later: its entry may be too low).
+        limit = self._leaves[0][0] if self._leaves else None
+        while keep > stop and is_idle(block_ids[keep - 1]):
+            if limit is not None and priority(block_ids[keep - 1]) > limit:
+                break
             keep -= 1
         parent = leaf.parent
         assert parent is not None
