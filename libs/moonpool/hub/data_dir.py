@@ -1,0 +1,39 @@
+"""Where Moonpool keeps models, and how a file gets there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """`$MOONPOOL_HOME`, else `$XDG_DATA_HOME/moonpool`, else `~/.local/share/moonpool`."""
+    if home := environ.get("MOONPOOL_HOME"):
+        return Path(home).expanduser()
+    if xdg := environ.get("XDG_DATA_HOME"):
+        return Path(xdg).expanduser() / "moonpool"
+    return Path("~/.local/share/moonpool").expanduser()
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that appears under `path`, complete and synced, when the block ends well.
+
+    On any exception nothing appears and the temporary file beside it is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield cast(BinaryIO, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,238 @@
+"""GGUF -> a directory in Hugging Face's form: float32 safetensors, config, tokenizer, chat template.
+
+Weights are dequantised once and stored as float32, the exact values that the quantised file stands
+for: the engine casts to its dtype when it loads, and a float32 engine equals any other that
+dequantises the same file. Opening and dequantising a GGUF takes seconds; loading safetensors does not.
+
+llama.cpp stores the rows of q and k permuted for its own rope (pairs side by side); they are put back
+into the order of halves that config.json's readers expect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.errors import ModelError
+from moonpool.hub.data_dir import atomic_write
+from moonpool.hub.gguf_tokenizer import GgufTokenizer, build_tokenizer, read_gguf_tokenizer
+from moonpool.hub.manifest import (
+    CONVERTER_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    ManifestFile,
+    write_manifest,
+)
+from moonpool.hub.progress import Progress, no_progress
+from moonpool.hub.safetensors_writer import write_float32
+
+#: GGUF's architecture name -> the one in config.json.
+_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+def convert_gguf(
+    source: Path, target: Path, *, source_sha256: str, progress: Progress = no_progress
+) -> None:
+    """Makes `target` from the file `source`; the manifest, written last, makes it complete.
+
+    Raises:
+        ModelError: damaged file, or an architecture, tensor or tokenizer that is not known.
+    """
+    # gguf takes a second to import, and only a conversion needs it.
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    progress("convert", 0, None)
+    try:
+        reader = GGUFReader(source)
+    except (ValueError, OSError, IndexError, KeyError) as error:
+        raise ModelError(f"{source.name} is not a readable GGUF file: {error}") from error
+    fields = reader.fields
+    meta = _Metadata(fields, source.name)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    rope_factors: list[float] | None = None
+    if _ROPE_FREQS in tensors:
+        tensor = tensors.pop(_ROPE_FREQS)
+        rope_factors = [float(x) for x in dequantize(tensor.data, tensor.tensor_type).reshape(-1)]
+    gguf_names = {_hf_name(name, source.name): name for name in tensors}
+    shapes = {
+        hf: tuple(int(size) for size in reversed(tensors[gguf].shape))
+        for hf, gguf in sorted(gguf_names.items())
+    }
+    config = _config(meta, shapes, rope_factors)
+
+    def values() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+        for hf in shapes:
+            tensor = tensors[gguf_names[hf]]
+            try:
+                value = dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError as error:
+                raise ModelError(f"{source.name}: tensor {tensor.name}: {error}") from error
+            value = np.asarray(value, dtype=np.float32).reshape(shapes[hf])
+            if ".q_proj." in hf:
+                value = _unpermute(value, config["num_attention_heads"])
+            elif ".k_proj." in hf:
+                value = _unpermute(value, config["num_key_value_heads"])
+            yield hf, value
+
+    (target / MANIFEST_NAME).unlink(missing_ok=True)
+    weights = write_float32(
+        target / "model.safetensors",
+        shapes,
+        values(),
+        lambda done, total: progress("convert", done, total),
+    )
+    tokenizer = read_gguf_tokenizer(meta)
+    files = {"model.safetensors": weights}
+    for name, text in (
+        ("config.json", _json(config)),
+        ("generation_config.json", _json(_generation_config(tokenizer))),
+        ("tokenizer_config.json", _json(_tokenizer_config(meta, tokenizer))),
+        ("tokenizer.json", build_tokenizer(tokenizer).to_str(pretty=False)),
+    ):
+        files[name] = _write_text(target / name, text)
+    write_manifest(
+        target,
+        Manifest(converter_version=CONVERTER_VERSION, source_sha256=source_sha256, files=files),
+    )
+
+
+class _Metadata:
+    """Typed reads of a GGUF's key-value part; a missing key is a ModelError that names it."""
+
+    def __init__(self, fields: Any, file_name: str) -> None:  # Any: gguf has no types
+        self._fields = fields
+        self._file_name = file_name
+
+    def get(self, key: str, default: Any = None) -> Any:  # Any: the file decides the type
+        field = self._fields.get(key)
+        return default if field is None else field.contents()
+
+    def require(self, key: str) -> Any:  # Any: the file decides the type
+        value = self.get(key)
+        if value is None:
+            raise ModelError(f"{self._file_name} lacks the key {key}")
+        return value
+
+
+def _hf_name(name: str, file_name: str) -> str:
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name]
+    head, _, rest = name.partition(".")
+    index, _, leaf = rest.partition(".")
+    if head == "blk" and index.isdecimal() and leaf in _LAYER_NAMES:
+        return f"model.layers.{int(index)}.{_LAYER_NAMES[leaf]}"
+    raise ModelError(f"{file_name}: tensor {name} belongs to no architecture known here")
+
+
+def _unpermute(value: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """[heads * dim, ...]: rows of each head from interleaved pairs to two halves."""
+    half = value.shape[0] // num_heads // 2
+    pairs = value.reshape(num_heads, half, 2, *value.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(value.shape)
+
+
+def _config(
+    meta: _Metadata, shapes: dict[str, tuple[int, ...]], rope_factors: list[float] | None
+) -> dict[str, Any]:  # Any: JSON
+    kind = meta.require("general.architecture")
+    if kind not in _ARCHITECTURES:
+        raise ModelError(
+            f"GGUF architecture {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+        )
+    num_heads = int(meta.require(f"{kind}.attention.head_count"))
+    hidden_size = int(meta.require(f"{kind}.embedding_length"))
+    head_dim = int(meta.get(f"{kind}.attention.key_length", hidden_size // num_heads))
+    rope_dim = int(meta.get(f"{kind}.rope.dimension_count", head_dim))
+    scaling = meta.get(f"{kind}.rope.scaling.type", "none")
+    if rope_dim != head_dim or scaling not in ("none", "linear"):
+        raise ModelError(f"GGUF rope with dimension {rope_dim}, scaling {scaling} is not supported")
+    config: dict[str, Any] = {  # Any: JSON
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "num_hidden_layers": int(meta.require(f"{kind}.block_count")),
+        "hidden_size": hidden_size,
+        "intermediate_size": int(meta.require(f"{kind}.feed_forward_length")),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": int(meta.get(f"{kind}.attention.head_count_kv", num_heads)),
+        "head_dim": head_dim,
+        "vocab_size": shapes["model.embed_tokens.weight"][0],
+        "max_position_embeddings": int(meta.require(f"{kind}.context_length")),
+        "rope_theta": float(meta.get(f"{kind}.rope.freq_base", 10_000.0)),
+        # The file holds a float32; its shortest decimal form is the number that was meant.
+        "rms_norm_eps": float(str(np.float32(meta.require(_RMS_EPS.format(kind))))),
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": "float32",
+    }
+    if rope_factors is not None:
+        config["rope_scaling"] = {"rope_type": "frequency_factors", "factors": rope_factors}
+    elif scaling == "linear":
+        factor = float(meta.require(f"{kind}.rope.scaling.factor"))
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return config
+
+
+_RMS_EPS = "{}.attention.layer_norm_rms_epsilon"
+
+
+def _generation_config(tokenizer: GgufTokenizer) -> dict[str, Any]:  # Any: JSON
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": list(tokenizer.end_token_ids),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _tokenizer_config(meta: _Metadata, tokenizer: GgufTokenizer) -> dict[str, Any]:  # Any: JSON
+    def text_of(token_id: int | None) -> str | None:
+        return None if token_id is None else tokenizer.tokens[token_id]
+
+    return {
+        "add_bos_token": tokenizer.has_bos_prefix,
+        "bos_token": text_of(tokenizer.bos_token_id),
+        "eos_token": text_of(tokenizer.eos_token_id),
+        "unk_token": text_of(tokenizer.unknown_token_id),
+        "pad_token": text_of(tokenizer.pad_token_id),
+        "chat_template": meta.get("tokenizer.chat_template"),
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _write_text(path: Path, text: str) -> ManifestFile:
+    data = text.encode()
+    with atomic_write(path) as file:
+        file.write(data)
+    return ManifestFile(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
