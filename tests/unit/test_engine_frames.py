@@ -187,7 +187,7 @@ def test_boot_survives_the_wire() -> None:
         pool_fd=3,
         leaves_fd=4,
         control_fd=5,
-        event_fd=6,
+        bell_fd=6,
         layer_group=4,
         cpu_affinity=(1,),
     )

@@ -96,9 +96,9 @@ class EngineBoot:
     pool_fd: int
     leaves_fd: int
     control_fd: int
-    #: eventfd that tells the service of finished layers.
-    event_fd: int
-    #: The eventfd rings after every so many layers, and after the last.
+    #: eventfd that tells the service of finished layers (memory.WorkerMemory.bell).
+    bell_fd: int
+    #: The bell rings after every so many layers, and after the last.
     layer_group: int
     #: CPUs this process is bound to; empty for no binding.
     cpu_affinity: tuple[int, ...] = ()
