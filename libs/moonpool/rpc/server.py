@@ -11,7 +11,6 @@ await server.stop(grace_s=5)       # refuses what is new, waits for what runs, t
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from moonpool.config.values import is_loopback
 from moonpool.errors import ConfigError, UnavailableError
 from moonpool.rpc.auth import KeyInterceptor
 from moonpool.rpc.errors import ErrorInterceptor
@@ -126,13 +126,3 @@ class RpcServer:
 
     async def wait_closed(self) -> None:
         await self._server.wait_for_termination()
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

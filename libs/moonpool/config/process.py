@@ -1,0 +1,129 @@
+"""What one process is told: its part of the cluster's configuration, as one JSON document.
+
+A document travels in a file that only its owner can read, or on standard input; never as arguments,
+which every user of the host can see.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import StringConstraints, ValidationError
+
+from moonpool.config.explain import describe_errors
+from moonpool.config.schema import (
+    ClusterConfig,
+    ClusterName,
+    Dtype,
+    RoleName,
+    RouterSettings,
+    Section,
+    TelemetrySettings,
+    WorkerSettings,
+)
+from moonpool.errors import ConfigError
+
+#: Largest document.
+MAX_DOCUMENT_BYTES = 1 << 20
+
+
+class CommonSettings(Section):
+    """What every process of a cluster knows."""
+
+    cluster: ClusterName
+    data_dir: Path
+    model: str
+    dtype: Dtype
+    nats_url: str
+    local_prefill_tokens: int
+    telemetry: TelemetrySettings
+    failpoints: str = ""
+    unsafe_failpoints: bool = False
+
+
+class RouterConfig(Section):
+    """A router process."""
+
+    common: CommonSettings
+    router: RouterSettings
+    router_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = "router-0"
+
+
+class WorkerConfig(Section):
+    """A worker process of any role."""
+
+    common: CommonSettings
+    role: RoleName
+    worker_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    worker: WorkerSettings
+
+
+def router_config(cluster: ClusterConfig, *, nats_url: str) -> RouterConfig:
+    """The router's part. `nats_url` is the broker's real address, embedded or not."""
+    return RouterConfig(common=_common(cluster, nats_url), router=cluster.router)
+
+
+def worker_configs(cluster: ClusterConfig, *, nats_url: str) -> tuple[WorkerConfig, ...]:
+    """One per worker, in the order of the file."""
+    common = _common(cluster, nats_url)
+    return tuple(
+        WorkerConfig(
+            common=common,
+            role=group.role,
+            worker_id=f"{group.name or group.role}-{index}",
+            worker=group.settings,
+        )
+        for group in cluster.workers
+        for index in range(group.count)
+    )
+
+
+DocumentT = TypeVar("DocumentT", RouterConfig, WorkerConfig)
+
+
+def write_document(config: RouterConfig | WorkerConfig, path: Path) -> None:
+    """Write `config` to a file of mode 0600, replacing what is there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(config.model_dump_json())
+    temporary.replace(path)
+
+
+def read_document(source: str, document_type: type[DocumentT]) -> DocumentT:
+    """Read a process's configuration from a file, or from standard input if `source` is `-`.
+
+    Raises:
+        ConfigError: Unreadable, too large, or not this kind of document.
+    """
+    try:
+        if source == "-":
+            data = sys.stdin.buffer.read(MAX_DOCUMENT_BYTES + 1)
+        else:
+            with Path(source).open("rb") as file:
+                data = file.read(MAX_DOCUMENT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--config {source}: {error.strerror}") from error
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise ConfigError(f"--config {source}: more than {MAX_DOCUMENT_BYTES} bytes")
+    try:
+        return document_type.model_validate_json(data)
+    except ValidationError as error:
+        raise ConfigError(describe_errors(error, document_type, where=source)) from None
+
+
+def _common(cluster: ClusterConfig, nats_url: str) -> CommonSettings:
+    return CommonSettings(
+        cluster=cluster.name,
+        data_dir=cluster.data_dir,
+        model=cluster.model,
+        dtype=cluster.dtype,
+        nats_url=nats_url,
+        local_prefill_tokens=cluster.local_prefill_tokens,
+        telemetry=cluster.telemetry,
+        failpoints=cluster.failpoints,
+        unsafe_failpoints=cluster.unsafe_failpoints,
+    )

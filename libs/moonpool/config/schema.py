@@ -1,0 +1,270 @@
+"""ClusterConfig: everything an operator can say about a cluster.
+
+Frozen, unknown keys refused, every value checked when it is made. Names are vLLM's where the concept
+exists there. What a single process needs of it is cut out in process.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+
+from moonpool.config.values import CpuList, SizeBytes, is_loopback, is_wildcard
+
+Dtype = Literal["float32", "bfloat16"]
+RoleName = Literal["prefill", "decode", "both"]
+TransportName = Literal["shm", "grpc"]
+_BLOCK_SIZES = (8, 16, 32, 64, 128)
+Port = Annotated[int, Field(ge=0, le=65_535)]
+ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+Host = Annotated[
+    str, StringConstraints(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9.:_\[\]-]+$")
+]
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """`$MOONPOOL_HOME`, else `$XDG_DATA_HOME/moonpool`, else `~/.local/share/moonpool`."""
+    if home := environ.get("MOONPOOL_HOME"):
+        return Path(home).expanduser()
+    base = environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "moonpool"
+
+
+class Section(BaseModel):
+    """Base of all parts of the schema."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+
+class NatsSettings(Section):
+    """The control bus. Without a url the local cluster starts a broker of its own."""
+
+    #: `nats://host:port`, several separated by commas; None starts an embedded broker.
+    url: str | None = None
+    #: Port of the embedded broker on 127.0.0.1; 0 takes a free one.
+    port: Port = 0
+
+    @field_validator("url")
+    @classmethod
+    def _is_nats_url(cls, value: str | None) -> str | None:
+        for part in (value or "").split(","):
+            if part and not part.strip().startswith(("nats://", "tls://")):
+                raise ValueError("allowed are urls like nats://127.0.0.1:4222")
+        return value or None
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.url is None
+
+
+class RouterSettings(Section):
+    """The front door."""
+
+    #: Address of both doors. Anything but loopback needs `api_key`.
+    host: Host = "127.0.0.1"
+    http_port: Port = 8000
+    grpc_port: Port = 8001
+    #: Bearer key that clients must send; None accepts everyone who can reach the address.
+    api_key: Annotated[str, StringConstraints(min_length=8, max_length=512)] | None = Field(
+        default=None, repr=False
+    )
+    #: The model's name at the door; the cluster's `model` if None.
+    served_model_name: str | None = None
+    #: Refuse unknown fields of a request instead of warning about them.
+    is_strict: bool = False
+    max_queued_requests: int = Field(default=256, ge=1, le=1_000_000)
+    max_body_bytes: SizeBytes = Field(default=8 * 2**20, ge=1_024, le=64 * 2**20)
+    #: Deadline of a request whose client sets none.
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    #: How long a request may wait for a worker.
+    queue_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3_600)
+    cpus: CpuList = ()
+
+    @model_validator(mode="after")
+    def _has_key_if_reachable(self) -> Self:
+        if self.api_key is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r} can be reached by others: allowed with an api_key, "
+                "without one only 127.0.0.1, ::1 and localhost"
+            )
+        return self
+
+
+class WorkerSettings(Section):
+    """A worker's limits; `[worker]` holds the defaults of all, `[[workers]]` overrides."""
+
+    host: Host = "127.0.0.1"
+    port: Port = 0
+    #: What peers dial; `host` if None.
+    advertise_host: Host | None = None
+    #: Tokens of a KV block: part of the cache key, equal on all workers.
+    block_size: int = 16
+    #: Blocks of the pool. None: as many as fit in `kv_cache_memory_bytes`.
+    num_blocks: int | None = Field(default=None, ge=2, le=2**31 - 1)
+    kv_cache_memory_bytes: SizeBytes = Field(default=512 * 2**20, ge=2**16)
+    #: Token budget of one step.
+    max_num_batched_tokens: int = Field(default=2_048, ge=1, le=2**20)
+    #: Most requests in one step.
+    max_num_seqs: int = Field(default=64, ge=1, le=4_096)
+    #: Longest prompt + answer; the model's own limit if None.
+    max_model_len: int | None = Field(default=None, ge=2, le=2**20)
+    #: A prefill queue of this many steps of work is full.
+    max_queued_steps: int = Field(default=2, ge=1, le=64)
+    #: Expected growth of a running request, kept free when a new one is taken.
+    headroom_tokens: int = Field(default=32, ge=0, le=65_536)
+    #: Layers that a prefill announces at once.
+    layers_per_group: int = Field(default=1, ge=1, le=1_024)
+    #: In order of preference. The one that is taken is announced.
+    transports: tuple[TransportName, ...] = Field(default=("shm", "grpc"), min_length=1)
+    #: Fail instead of falling back to a later transport.
+    is_transport_strict: bool = False
+    #: CPUs of the engine process and of the service process; empty: the supervisor decides.
+    engine_cpus: CpuList = ()
+    service_cpus: CpuList = ()
+    drain_timeout_s: float = Field(default=120.0, ge=0, le=3_600)
+    #: Check all invariants after every step (tests, debugging).
+    is_checked: bool = False
+
+    @field_validator("block_size")
+    @classmethod
+    def _is_block_size(cls, value: int) -> int:
+        if value not in _BLOCK_SIZES:
+            raise ValueError(f"allowed are {', '.join(map(str, _BLOCK_SIZES))}")
+        return value
+
+    @field_validator("transports", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(set(self.transports)) != len(self.transports):
+            raise ValueError(f"transports = {list(self.transports)}: each may be named once")
+        if is_wildcard(self.host) and self.advertise_host is None:
+            raise ValueError(f"host = {self.host!r} is no address to dial: set advertise_host")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs = {self.max_num_seqs}: allowed is at most max_num_batched_tokens "
+                f"= {self.max_num_batched_tokens}, since each running request takes a token a step"
+            )
+        return self
+
+
+class WorkerGroup(Section):
+    """Workers of one role. `settings` is `[worker]` with this group's own keys over it."""
+
+    role: RoleName
+    count: int = Field(default=1, ge=1, le=256)
+    #: Worker ids are `<name>-<index>`; the role if None.
+    name: ClusterName | None = None
+    settings: WorkerSettings = WorkerSettings()
+
+
+class TelemetrySettings(Section):
+    """Logs, metrics, traces."""
+
+    #: OTLP/gRPC endpoint (vLLM's --otlp-traces-endpoint); None keeps traces in memory only.
+    otlp_traces_endpoint: str | None = None
+    #: Requests whose traces a router keeps for `moonpool trace`.
+    num_kept_traces: int = Field(default=256, ge=0, le=100_000)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    #: `auto`: text on a terminal, JSON lines elsewhere.
+    log_format: Literal["auto", "console", "json"] = "auto"
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _is_http_url(cls, value: str | None) -> str | None:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("allowed is a url like http://127.0.0.1:4317")
+        return value or None
+
+
+class ClusterConfig(Section):
+    """The whole file."""
+
+    #: Part of every bus subject: clusters with different names can share a broker.
+    name: ClusterName = "local"
+    #: Models and the cluster's secret.
+    data_dir: Path = Field(default_factory=lambda: default_data_dir(os.environ))
+    #: A name that `moonpool pull` knows, or a directory.
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4_096)] = "smollm2-135m"
+    dtype: Dtype = "bfloat16"
+    #: Uncached tokens up to which a decode worker prefills itself.
+    local_prefill_tokens: int = Field(default=256, ge=0, le=2**20)
+    nats: NatsSettings = NatsSettings()
+    router: RouterSettings = RouterSettings()
+    worker: WorkerSettings = WorkerSettings()
+    workers: tuple[WorkerGroup, ...] = Field(
+        default=(WorkerGroup(role="prefill"), WorkerGroup(role="decode"))
+    )
+    telemetry: TelemetrySettings = TelemetrySettings()
+    #: Places at which processes break on purpose; refused unless `unsafe_failpoints` is set.
+    failpoints: str = ""
+    unsafe_failpoints: bool = False
+
+    @field_validator("data_dir")
+    @classmethod
+    def _expand(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spread_worker_defaults(cls, data: Any) -> Any:  # Any: pydantic gives what it was given
+        """A group's own keys over `[worker]`: the merged table is what is checked."""
+        if not isinstance(data, dict):
+            return data
+        base = data.get("worker", {})
+        groups = data.get("workers", [{"role": "prefill"}, {"role": "decode"}])
+        if isinstance(base, WorkerSettings):
+            base = base.model_dump()
+        if not isinstance(base, dict) or not isinstance(groups, list | tuple):
+            return data
+        return {**data, "workers": [_spread(group, base) for group in groups]}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.failpoints and not self.unsafe_failpoints:
+            raise ValueError("failpoints are set: allowed only with unsafe_failpoints = true")
+        if not self.workers:
+            raise ValueError("workers: a cluster needs at least one")
+        names = [group.name or group.role for group in self.workers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"workers: two groups are named {name!r}: give each its own name")
+        sizes = {group.settings.block_size for group in self.workers}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"block_size = {sorted(sizes)}: all workers need the same, it is part of the key"
+            )
+        return self
+
+
+GROUP_KEYS = frozenset({"role", "count", "name", "settings"})
+
+
+def _spread(group: Any, base: dict[str, Any]) -> Any:  # Any: unchecked input
+    if not isinstance(group, dict):
+        return group
+    own = {key: value for key, value in group.items() if key not in GROUP_KEYS}
+    given = group.get("settings", {})
+    if isinstance(given, WorkerSettings):
+        given = given.model_dump(exclude_unset=True)
+    kept = {key: value for key, value in group.items() if key in GROUP_KEYS}
+    if not isinstance(given, dict):
+        return kept
+    return {**kept, "settings": {**base, **given, **own}}

@@ -1,0 +1,90 @@
+"""Value types of the schema: sizes, CPU lists, hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(value: object) -> object:
+    """`"512MiB"` -> 536870912. K, M, G are binary as KiB, MiB, GiB; KB, MB, GB are decimal.
+
+    Raises:
+        ValueError: Not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(
+            "allowed is a number of bytes with an optional unit, like 512MiB or 1.5GiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact spelling: 536870912 -> `512MiB`."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)
+
+
+def parse_cpus(value: object) -> object:
+    """`"0-2,5"` -> (0, 1, 2, 5). A list passes as it is.
+
+    Raises:
+        ValueError: Not a CPU list.
+    """
+    if not isinstance(value, str):
+        return value
+    cpus: list[int] = []
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        low, dash, high = part.partition("-")
+        if not low.isdigit() or (dash and not high.isdigit()):
+            raise ValueError("allowed is a list of CPU numbers and ranges, like 0-2,5")
+        cpus.extend(range(int(low), int(high or low) + 1))
+    return tuple(cpus)
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """True if `host` means every address of this machine, which no peer can dial."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+SizeBytes = Annotated[int, BeforeValidator(parse_size)]
+CpuList = Annotated[tuple[int, ...], BeforeValidator(parse_cpus)]
