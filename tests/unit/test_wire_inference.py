@@ -12,7 +12,7 @@ from moonpool.inference.generation import (
     GenerationDone,
     GenerationEvent,
     GenerationRequest,
-    Placed,
+    PlacementSummary,
     Prompt,
     SamplingOptions,
     TextPrompt,
@@ -72,7 +72,7 @@ def test_a_request_without_a_prompt_is_refused() -> None:
             finish_reason=FinishReason.LENGTH,
             usage=Usage(num_prompt_tokens=1, num_completion_tokens=2, num_cached_tokens=0),
             timing=Timing(ttft_ms=3.0, ttft_parts_ms={"queue": 1.0, "prefill": 2.0}),
-            placement=Placed(
+            placement=PlacementSummary(
                 prefill_worker="p", decode_worker="d", num_attempts=1, reason="remote"
             ),
         ),

@@ -103,7 +103,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacementSummary:
     """Where a request ran."""
 
     prefill_worker: str
@@ -136,7 +136,7 @@ class GenerationDone:
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
-    placement: Placed
+    placement: PlacementSummary
 
 
 GenerationEvent = GenerationChunk | GenerationDone

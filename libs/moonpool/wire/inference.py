@@ -12,7 +12,7 @@ from moonpool.inference.generation import (
     GenerationDone,
     GenerationEvent,
     GenerationRequest,
-    Placed,
+    PlacementSummary,
     Prompt,
     SamplingOptions,
     TextPrompt,
@@ -150,7 +150,7 @@ def generation_event_from_pb(message: pb.GenerateReply) -> GenerationEvent:
             timing=Timing(
                 ttft_ms=done.timing.ttft_ms, ttft_parts_ms=dict(done.timing.ttft_parts_ms)
             ),
-            placement=Placed(
+            placement=PlacementSummary(
                 prefill_worker=done.placement.prefill_worker,
                 decode_worker=done.placement.decode_worker,
                 num_attempts=done.placement.attempts,
