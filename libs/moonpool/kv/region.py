@@ -1,0 +1,25 @@
+"""KvRegion: where one rank's pool can be read, as its owner tells its peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.ids import WorkerKey
+from moonpool.kv.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRegion:
+    """One incarnation's pool. A new incarnation has a new region; nothing else about it changes."""
+
+    worker: WorkerKey
+    layout: KvLayout
+    pool_bytes: int
+    #: kv.digest.DigestKind of the leaves that travel with the blocks.
+    digest_kind: str
+    #: memory.host.host_id() of the owner; readers with an equal id can map the pool.
+    host_id: str
+    #: Abstract Unix socket that hands out the pool's descriptor; empty if it is not host memory.
+    fd_socket: str
+    #: `host:port` that serves KvPlane.Read; empty if it does not.
+    grpc_address: str
