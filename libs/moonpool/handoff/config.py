@@ -13,8 +13,10 @@ class HandoffConfig:
     block_size: int = 16
     #: So many layers of a chunk are announced together (the last group may be smaller).
     layers_per_group: int = 4
-    #: How long an Open waits for its Prefill, and how long an ended attempt is remembered.
+    #: How long an Open waits for its Prefill.
     park_s: float = 2.0
+    #: How long an ended attempt is remembered, so that what comes late is not taken for new.
+    remember_s: float = 2.0
     #: How long a finished prefill waits for its reader.
     unclaimed_s: float = 10.0
     #: How long a Decode waits for the core's answer, holding nothing.

@@ -27,7 +27,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import NewType
 
-from moonpool.core.protocol import HandedBack, Refused, TokensReady
+from moonpool.core.protocol import HandBackReason, HandedBack, Refused, TokensReady
 from moonpool.ids import AttemptId, BlockId, WorkerKey
 from moonpool.inference.output import FinishReason
 from moonpool.inference.request import InferenceRequest
@@ -197,7 +197,7 @@ class CommitFailed:
     """The source gave the prefill up; what was announced and read is still good."""
 
     attempt_id: AttemptId
-    reason: str
+    reason: HandBackReason | FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
