@@ -43,10 +43,13 @@ def make_namespace(
     )
 
 
+_SEED = namespace_seed(make_namespace(), SECRET)
+
+
 def make_chain(tokens: Sequence[int] | str) -> list[BlockHash]:
     """One block per token; letters stand for tokens, so that "abc" and "abd" share two blocks."""
     token_ids = [ord(token) if isinstance(token, str) else token for token in tokens]
-    return hash_blocks(namespace_seed(make_namespace(), SECRET), token_ids, 1)
+    return hash_blocks(_SEED, token_ids, 1)
 
 
 def hold(cache: BlockCache, tokens: str) -> tuple[BlockId, ...]:
