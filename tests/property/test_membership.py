@@ -98,6 +98,12 @@ class MembershipModel(RuleBasedStateMachine):
             self.perform(self.machine.on_closed(address, "cut", self.now))
 
     @rule(address=_ADDRESSES)
+    def refused(self, address: str) -> None:
+        if address in self.open:
+            self.open.discard(address)
+            self.perform(self.machine.on_refused(address, "no", self.now))
+
+    @rule(address=_ADDRESSES)
     def frame(self, address: str) -> None:
         self.machine.on_frame(address, self.now)
 

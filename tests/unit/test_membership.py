@@ -74,13 +74,13 @@ def test_a_cut_stream_is_a_dead_worker_at_once_and_tried_again(membership: Membe
     joined(membership, key(), A, 0.0)
     assert membership.on_closed(A, "cut", 1.0) == [WorkerLost(key=key())]
     assert membership.tick(1.05) == []
-    assert membership.next_due(1.05) == pytest.approx(1.1)
+    assert membership.next_due() == pytest.approx(1.1)
     assert membership.tick(1.1) == [OpenLink(address=A)]
     # The pause doubles while nobody answers, up to a second.
     now, pauses = 1.1, []
     for _ in range(6):
         membership.on_closed(A, "refused", now)
-        due = membership.next_due(now)
+        due = membership.next_due()
         assert due is not None
         pauses.append(round(due - now, 3))
         now = due
@@ -132,6 +132,12 @@ def test_what_does_not_fit_is_refused_in_words_until_it_is_another(
     assert membership.on_announced(announcement(sequence=2), 1.0) == []
     assert membership.tick(2.0) == []
     assert membership.on_announced(announcement(key("i2")), 3.0) == [OpenLink(address=A)]
+    # Or the worker says so itself; it is asked again, since either side may have been mended.
+    assert membership.on_refused(A, "another secret", 3.1) == []
+    assert [member.because for member in membership.members()] == ["another secret"]
+    assert membership.next_due() == pytest.approx(13.1)
+    assert membership.tick(13.1) == [OpenLink(address=A)]
+    assert membership.on_hello(A, info(key("i2")), "", 13.2) == [WorkerJoined(info=info(key("i2")))]
 
 
 def test_announcements_that_come_late_are_dropped(membership: Membership) -> None:

@@ -12,17 +12,18 @@ Rules
 - One incarnation of a worker at a time: the hello that comes last wins, and an incarnation that was
   replaced is never accepted again, whatever arrives late. An announcement older than one already
   seen of its incarnation is dropped.
-- What does not fit is refused in words and is asked again only when it comes back as another
-  incarnation.
+- What does not fit, in our eyes or in its own, is refused in words; it is asked again when it comes
+  back as another incarnation, and now and then.
 
 Life of a link (one per address)
 
     CONNECTING -> UP         hello fits                          WorkerJoined
-               -> REFUSED    hello does not fit                  until another incarnation announces
+               -> REFUSED    does not fit
                -> LOST       no answer, or cut
     UP         -> LOST       cut, silent, or replaced            WorkerLost
     LOST       -> CONNECTING after a pause, or when it announces itself
-               -> (gone)     not announced for `forget_after_s` while the bus stands
+    REFUSED    -> CONNECTING after a long pause, or when another incarnation announces itself
+    LOST, REFUSED -> (gone)  not announced for `forget_after_s` while the bus stands
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class MembershipConfig:
     #: First pause before a lost address is tried again; doubles up to `max_retry_s`.
     min_retry_s: float = 0.1
     max_retry_s: float = 1.0
+    #: Pause before a refused worker is asked again: what did not fit may have been mended.
+    retry_refused_s: float = 10.0
     #: A lost address that nobody announces is forgotten after this long.
     forget_after_s: float = 30.0
     #: Addresses from the configuration: tried for ever, announced or not.
@@ -117,7 +120,7 @@ class _Link:
     retry_at: float = 0.0
     num_failures: int = 0
     because: str = ""
-    #: Who was refused; another incarnation is asked again.
+    #: Who was refused, if known; another incarnation is asked again at once.
     refused_key: WorkerKey | None = None
 
 
@@ -191,15 +194,21 @@ class Membership:
         link.num_failures = 0
         refusal = incompatibility or self._conflict(link, info.key)
         if refusal:
-            link.state = LinkState.REFUSED
-            link.because = refusal
-            link.refused_key = info.key
+            self._refuse(link, info.key, refusal, now)
             return [CloseLink(address=address, reason=refusal)]
         effects = self._replace_others(link, info.key, now)
         link.state = LinkState.UP
         link.because = ""
         link.refused_key = None
         return [*effects, WorkerJoined(info=link.info)]
+
+    def on_refused(self, address: str, reason: str, now: float) -> list[MembershipEffect]:
+        """The worker there ended the stream: this router does not fit it."""
+        link = self._links.get(address)
+        if link is None or link.state is not LinkState.CONNECTING:
+            return self.on_closed(address, reason, now)
+        self._refuse(link, link.announced.key if link.announced else None, reason, now)
+        return []
 
     def on_frame(self, address: str, now: float) -> None:
         """Something came on the stream."""
@@ -223,27 +232,24 @@ class Membership:
                     reason = f"silent for {self._config.dead_after_s:g} s"
                     effects.append(CloseLink(address=link.address, reason=reason))
                     effects += self._lose(link, reason, now)
-                case LinkState.LOST if self._is_forgotten(link, now):
+                case LinkState.LOST | LinkState.REFUSED if self._is_forgotten(link, now):
                     del self._links[link.address]
-                case LinkState.LOST if now >= link.retry_at:
+                case LinkState.LOST | LinkState.REFUSED if now >= link.retry_at:
                     effects += self._open(link, now)
-                case LinkState.REFUSED if self._is_forgotten(link, now):
-                    del self._links[link.address]
                 case _:
                     pass
         return effects
 
     # -- what is known --
 
-    def next_due(self, now: float) -> float | None:
+    def next_due(self) -> float | None:
         """When `tick` has something to do at the earliest; None: not before another event."""
         due = [
             link.heard_at + self._config.dead_after_s
             if link.state is LinkState.UP
             else link.retry_at
-            if link.state is LinkState.LOST
-            else now + self._config.forget_after_s
             for link in self._links.values()
+            if link.state is not LinkState.CONNECTING
         ]
         return min(due, default=None)
 
@@ -281,7 +287,7 @@ class Membership:
             assert self._latest[key.worker_id] == key.incarnation, key
         for address, link in self._links.items():
             assert address == link.address
-            assert (link.state is LinkState.REFUSED) == (link.refused_key is not None), link
+            assert link.refused_key is None or link.state is LinkState.REFUSED, link
         for replaced in self._replaced.values():
             assert len(replaced) <= _MAX_REPLACED
 
@@ -301,7 +307,6 @@ class Membership:
     def _open(self, link: _Link, now: float) -> list[MembershipEffect]:
         link.state = LinkState.CONNECTING
         link.refused_key = None
-        link.because = ""
         link.heard_at = now
         return [OpenLink(address=link.address)]
 
@@ -314,6 +319,12 @@ class Membership:
         link.num_failures += 1
         assert link.info is not None or not was_up, link
         return [WorkerLost(key=link.info.key)] if was_up and link.info is not None else []
+
+    def _refuse(self, link: _Link, key: WorkerKey | None, reason: str, now: float) -> None:
+        link.state = LinkState.REFUSED
+        link.because = reason
+        link.refused_key = key
+        link.retry_at = now + self._config.retry_refused_s
 
     def _is_forgotten(self, link: _Link, now: float) -> bool:
         if link.is_seed or not self._is_bus_connected:
