@@ -1,0 +1,547 @@
+"""Core: the worker's machine. Commands in, frames and step plans out; the one owner of block ids.
+
+    drain commands -> handle each -> plan = schedule -> send take_frame() -> run plan -> update
+
+It lives in the engine process, is synchronous and pure (`now` is an argument), and knows both roles.
+The scheduler decides who runs and on whose blocks (sched/scheduler.py); this file knows attempts: what
+a command means, what is answered, when an attempt is over.
+
+Rules
+- Total: a command about an unknown or ended attempt is ignored; so is one for an attempt at or below
+  the last that this worker saw of that request in that role.
+- A higher attempt, or Abort, ends the lower ones. What a plan in flight writes, or a read may write,
+  is given back only when the plan's result came, or ReadEnded (Arrived) did.
+- Nobody is told twice: whoever sent Abort, Release or a higher attempt is not answered for the lower.
+- A block enters the cache when its KV is written and verified and all its tokens are final. The block
+  of the last prompt token waits for the first token as well: whoever lacks that computes the block
+  again, which nobody else may be using then.
+
+Life of an attempt: see core/protocol.py for what is said, sched/request.py for the states.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from moonpool.core.attempt_log import AttemptLog
+from moonpool.core.config import CoreConfig
+from moonpool.core.plan_builder import build_plan
+from moonpool.core.protocol import (
+    Abort,
+    Accepted,
+    Arrived,
+    BlockLedger,
+    BlocksArrived,
+    ChunkPlanned,
+    ClearCache,
+    Command,
+    CoreFrame,
+    Decode,
+    Drain,
+    HandBackReason,
+    HandedBack,
+    Prefill,
+    PrefillDone,
+    PrefillFailed,
+    PrefillStarted,
+    ReadEnded,
+    Refused,
+    RefuseReason,
+    Release,
+    Reply,
+    Reserved,
+    Revoked,
+    TokensReady,
+)
+from moonpool.core.step import StepPlan, StepResult, StepTiming
+from moonpool.ids import AttemptId, RequestId
+from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.inference.request import InferenceRequest
+from moonpool.kv.block_cache import BlockCache
+from moonpool.kv.block_hash import NamespaceSeed
+from moonpool.sched.output import ScheduledRow, SchedulerOutput
+from moonpool.sched.request import RequestState, RequestStatus, Role
+from moonpool.sched.scheduler import Scheduler
+
+NamespaceSeedOf = Callable[[InferenceRequest], NamespaceSeed]
+
+
+class Core:
+    """One worker's blocks, attempts and steps.
+
+    Args:
+        config: Limits; validated in config/, asserted here.
+        namespace_seed: The start of a request's hash chain (tenant, salt, adapter and the model's
+            part of the namespace); pure, cheap.
+    """
+
+    def __init__(self, config: CoreConfig, namespace_seed: NamespaceSeedOf) -> None:
+        self._config: Final = config
+        self._namespace_seed: Final = namespace_seed
+        self._cache = BlockCache(config.num_blocks)
+        self._scheduler = Scheduler(
+            cache=self._cache,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            headroom_tokens=config.headroom_tokens,
+            local_prefill_tokens=config.local_prefill_tokens,
+        )
+        #: Attempts that have not ended, at most one per role and request.
+        self._attempts: dict[tuple[Role, RequestId], RequestState] = {}
+        self._seen = AttemptLog()
+        self._is_draining = False
+        #: Number of the last plan.
+        self._step = 0
+        #: The rows of the plan whose result is due; empty: none.
+        self._rows_in_flight: list[ScheduledRow] = []
+
+        # What the next frame takes along.
+        self._replies: list[Reply] = []
+        self._planned_step = 0
+        self._num_preemptions = 0
+        self._timing = StepTiming()
+        self._num_step_tokens = 0
+
+    # -- the step loop's interface --
+
+    def handle(self, command: Command, now: float) -> None:
+        """Apply one command; answers lie in the next frame. Never raises for what a command says."""
+        match command:
+            case Prefill():
+                self._on_prefill(command, now)
+            case Decode():
+                self._on_decode(command, now)
+            case BlocksArrived():
+                self._on_blocks_arrived(command)
+            case Arrived():
+                self._on_arrived(command)
+            case ReadEnded():
+                self._scheduler.end_read(command.attempt_id)
+            case Release():
+                self._on_release(command)
+            case Abort():
+                self._on_abort(command, now)
+            case Drain():
+                self._on_drain(command)
+            case ClearCache():
+                self._cache.clear()
+        self._check()
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step; None: nothing can run until another command comes.
+
+        Requires that the result of the plan before has come (one plan in flight).
+        """
+        assert not self._rows_in_flight, f"the result of step {self._step} is due"
+        self._seen.forget_old(now)
+        out = self._scheduler.schedule()
+        self._report(out)
+        plan: StepPlan | None = None
+        if out.rows:
+            self._step += 1
+            self._planned_step = self._step
+            self._rows_in_flight = out.rows
+            plan = build_plan(self._step, out.rows)
+        self._check()
+        return plan
+
+    def update(self, result: StepResult, now: float) -> None:
+        """Apply the result of the plan in flight.
+
+        Raises:
+            ValueError: the result is not that plan's.
+        """
+        rows = self._rows_in_flight
+        num_sampling = sum(row.is_sampling for row in rows)
+        if not rows or result.step != self._step or len(result.tokens) != num_sampling:
+            raise ValueError(
+                f"result of step {result.step} with {len(result.tokens)} rows;"
+                f" due is step {self._step if rows else None} with {num_sampling}"
+            )
+        self._rows_in_flight = []
+        self._scheduler.complete(rows)
+        tokens = iter(result.tokens)
+        for row in rows:
+            drawn = next(tokens) if row.is_sampling else None
+            if row.state.status is RequestStatus.RUNNING:
+                self._on_row_computed(row, drawn)
+        self._timing = result.timing
+        self._num_step_tokens = sum(row.num_scheduled_tokens for row in rows)
+        self._check()
+
+    def take_frame(self) -> CoreFrame:
+        """What has happened since the last frame, and which plan runs after this one."""
+        timing = self._timing
+        frame = CoreFrame(
+            step=self._planned_step,
+            replies=tuple(self._replies),
+            ledger=self.ledger(),
+            num_queued_tokens=self._scheduler.num_queued_tokens,
+            num_preemptions=self._num_preemptions,
+            forward_s=timing.forward_s,
+            logits_s=timing.logits_s,
+            sample_s=timing.sample_s,
+            other_s=timing.other_s,
+            num_step_tokens=self._num_step_tokens,
+        )
+        self._replies.clear()
+        self._planned_step = 0
+        self._num_preemptions = 0
+        self._timing = StepTiming()
+        self._num_step_tokens = 0
+        return frame
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits to be computed and no result is due: only a command makes work."""
+        return not (self._scheduler.has_work or self._rows_in_flight)
+
+    def ledger(self) -> BlockLedger:
+        """Where every block and every attempt is, at this moment."""
+        scheduler = self._scheduler
+        return BlockLedger(
+            num_total=self._cache.num_total,
+            num_free=self._cache.num_free,
+            num_cached=self._cache.num_evictable,
+            num_referenced=self._cache.num_referenced,
+            num_running=scheduler.num_running_decodes,
+            num_waiting=scheduler.num_waiting,
+            num_reserved=scheduler.reservations.num_reserved,
+            num_prefills=scheduler.num_prefills,
+            num_quarantined=scheduler.reservations.num_quarantined,
+        )
+
+    # -- commands --
+
+    def _on_prefill(self, command: Prefill, now: float) -> None:
+        if self._is_new(Role.PREFILL, command.attempt_id, now):
+            reason = self._refusal(Role.PREFILL, command.request)
+            if reason is None:
+                state = self._make_state(command.request, command.attempt, Role.PREFILL)
+                reason = self._enqueue(state)
+            if reason is not None:
+                self._replies.append(Refused(attempt_id=command.attempt_id, reason=reason))
+
+    def _on_decode(self, command: Decode, now: float) -> None:
+        if self._is_new(Role.DECODE, command.attempt_id, now):
+            reason = self._refusal(Role.DECODE, command.request)
+            if reason is None:
+                state = self._make_state(
+                    command.request, command.attempt, Role.DECODE, has_source=command.has_source
+                )
+                reason = self._reserve(state) if command.has_source else self._enqueue(state)
+            if reason is not None:
+                self._replies.append(Refused(attempt_id=command.attempt_id, reason=reason))
+
+    def _on_blocks_arrived(self, command: BlocksArrived) -> None:
+        state = self._find_reserved(command.attempt_id)
+        if state is not None:
+            self._scheduler.cache_final_blocks(state, min(command.num_tokens, state.num_tokens - 1))
+
+    def _on_arrived(self, command: Arrived) -> None:
+        state = self._find_reserved(command.attempt_id)
+        if state is None:
+            # Revoked while it arrived: this says as well that the reads have ended.
+            self._scheduler.end_read(command.attempt_id)
+            return
+        num_tokens = self._num_usable_tokens(state, command)
+        has_token = command.first_token is not None
+        is_answered = has_token and command.finish_reason is not None
+        num_missing_tokens = state.num_tokens - num_tokens
+        if num_missing_tokens > self._config.local_prefill_tokens and not is_answered:
+            self._scheduler.end_reservation(state)
+            self._hand_back(
+                state,
+                HandBackReason.TOO_LONG_TO_REPAIR if has_token else HandBackReason.SOURCE_LOST,
+            )
+            return
+        self._scheduler.cache_final_blocks(state, num_tokens)
+        self._scheduler.admit(state, num_tokens)
+        if command.first_token is not None:
+            self._append(state, (command.first_token,), command.finish_reason)
+
+    def _on_release(self, command: Release) -> None:
+        state = self._find(Role.PREFILL, command.attempt_id)
+        if state is not None:
+            self._end(state)
+
+    def _on_abort(self, command: Abort, now: float) -> None:
+        for role in Role:
+            self._seen.note(role, command.attempt_id, now)
+            self._end_at_or_below(role, command.attempt_id)
+
+    def _on_drain(self, command: Drain) -> None:
+        self._is_draining = True
+        if not command.hand_back:
+            return
+        for state in list(self._attempts.values()):
+            if state.status is RequestStatus.HELD:
+                continue
+            if state.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+                self._scheduler.end(state)
+                self._on_revoked((state,))
+            else:
+                self._scheduler.end(state)
+                self._hand_back(state, HandBackReason.DRAINING)
+
+    # -- taking an attempt --
+
+    def _is_new(self, role: Role, attempt_id: AttemptId, now: float) -> bool:
+        """Whether to look at a new attempt; it ends the lower ones of its request in its role."""
+        live = self._attempts.get((role, attempt_id.request_id))
+        if live is not None and live.attempt_id.attempt >= attempt_id.attempt:
+            return False
+        if not self._seen.note(role, attempt_id, now):
+            return False
+        self._end_at_or_below(role, attempt_id)
+        return True
+
+    def _refusal(self, role: Role, request: InferenceRequest) -> RefuseReason | None:
+        """What can be said before the prompt is hashed."""
+        if self._is_draining:
+            return RefuseReason.DRAINING
+        config = self._config
+        num_tokens = request.num_tokens
+        max_num_tokens = min(
+            len(request.prompt_token_ids) + request.sampling.max_tokens, config.max_model_len
+        )
+        if not 0 < num_tokens < max_num_tokens:
+            return RefuseReason.NEVER_FITS
+        # The last token drawn is never computed.
+        num_kv_tokens = num_tokens if role is Role.PREFILL else max_num_tokens - 1
+        if num_kv_tokens > config.num_blocks * config.block_size:
+            return RefuseReason.NEVER_FITS
+        if role is Role.DECODE and self._scheduler.num_decodes >= config.max_num_seqs:
+            return RefuseReason.NO_SLOTS
+        return None
+
+    def _make_state(
+        self, request: InferenceRequest, attempt: int, role: Role, *, has_source: bool = False
+    ) -> RequestState:
+        return RequestState.create(
+            request,
+            attempt,
+            role=role,
+            has_source=has_source,
+            block_size=self._config.block_size,
+            max_model_len=self._config.max_model_len,
+            eos_token_ids=self._config.eos_token_ids,
+            seed=self._namespace_seed(request),
+        )
+
+    def _enqueue(self, state: RequestState) -> RefuseReason | None:
+        num_queued_tokens = self._scheduler.num_queued_tokens
+        limit = self._config.max_queued_steps * self._config.max_num_batched_tokens
+        # An idle worker takes a prompt of any length.
+        if num_queued_tokens:
+            num_queued_tokens += self._scheduler.num_uncached_tokens(state)
+            if num_queued_tokens > limit:
+                return RefuseReason.QUEUE_FULL
+        if not self._scheduler.has_room_in_time(state):
+            return RefuseReason.NO_BLOCKS
+        self._scheduler.enqueue(state)
+        self._register(state)
+        self._replies.append(Accepted(attempt_id=state.attempt_id))
+        return None
+
+    def _reserve(self, state: RequestState) -> RefuseReason | None:
+        if not self._scheduler.reserve(state):
+            # Room comes only when reads have ended: for this request's next attempt.
+            self._on_revoked(self._scheduler.revoke_for(state))
+            return RefuseReason.NO_BLOCKS
+        self._register(state)
+        self._replies.append(
+            Reserved(
+                attempt_id=state.attempt_id,
+                num_cached_tokens=state.num_computed_tokens,
+                block_ids=tuple(state.block_ids),
+            )
+        )
+        return None
+
+    def _num_usable_tokens(self, state: RequestState, command: Arrived) -> int:
+        """How many tokens' KV need not be computed here."""
+        num_tokens = max(command.num_tokens, state.num_final_blocks * state.block_size)
+        if command.first_token is not None and num_tokens >= state.num_tokens:
+            return state.num_tokens
+        # No block mixes what was read with what is computed here; and without a first token the
+        # last prompt token must be computed.
+        num_tokens = min(num_tokens, state.num_tokens - 1)
+        return num_tokens - num_tokens % state.block_size
+
+    # -- what a step brings --
+
+    def _report(self, out: SchedulerOutput) -> None:
+        """Tell what the scheduler decided; attempts that it ended are forgotten."""
+        self._on_revoked(out.revoked)
+        self._num_preemptions += len(out.preempted)
+        for state in out.handed_back:
+            self._hand_back(state, HandBackReason.PREEMPTED)
+        for state in out.started:
+            if state.role is Role.PREFILL:
+                self._replies.append(
+                    PrefillStarted(
+                        attempt_id=state.attempt_id,
+                        num_cached_tokens=state.num_cached_tokens,
+                        block_ids=tuple(state.block_ids),
+                    )
+                )
+        for row in out.rows:
+            if row.state.role is Role.PREFILL:
+                self._replies.append(
+                    ChunkPlanned(attempt_id=row.state.attempt_id, start=row.start, end=row.end)
+                )
+
+    def _on_row_computed(self, row: ScheduledRow, drawn: tuple[int, ...] | None) -> None:
+        """`drawn` is None for a row that draws nothing, empty if its logits were not finite."""
+        state = row.state
+        if drawn == ():
+            self._fail(state)
+            return
+        self._scheduler.cache_final_blocks(state, row.end)
+        if drawn is None:
+            return
+        if state.role is Role.DECODE:
+            self._append(state, drawn, None)
+            state.is_token_in_slot = state.slot >= 0
+            return
+        finish_reason = state.append_token(drawn[0])
+        self._scheduler.hold(state)
+        self._replies.append(
+            PrefillDone(
+                attempt_id=state.attempt_id,
+                num_cached_tokens=state.num_cached_tokens,
+                first_token=drawn[0],
+                finish_reason=finish_reason,
+            )
+        )
+
+    def _append(
+        self, state: RequestState, token_ids: Iterable[int], finish_reason: FinishReason | None
+    ) -> None:
+        """Tokens of a decode are known: report them, end it if they end the answer."""
+        first_position = state.num_tokens - state.num_prompt_tokens
+        taken: list[int] = []
+        for token_id in token_ids:
+            taken.append(token_id)
+            finish_reason = state.append_token(token_id) or finish_reason
+            if finish_reason is not None:
+                break
+        self._report_tokens(state, first_position, tuple(taken), finish_reason)
+
+    def _fail(self, state: RequestState) -> None:
+        """The logits were not finite: the request fails, nothing of this step is cached."""
+        if state.role is Role.PREFILL:
+            self._end(state)
+            self._replies.append(
+                PrefillFailed(attempt_id=state.attempt_id, reason=FinishReason.INVALID_OUTPUT)
+            )
+        else:
+            first_position = state.num_tokens - state.num_prompt_tokens
+            self._report_tokens(state, first_position, (), FinishReason.INVALID_OUTPUT)
+
+    def _report_tokens(
+        self,
+        state: RequestState,
+        first_position: int,
+        token_ids: tuple[int, ...],
+        finish_reason: FinishReason | None,
+    ) -> None:
+        run = TokenRun(
+            first_position=first_position, token_ids=token_ids, finish_reason=finish_reason
+        )
+        num_cached_tokens = None if state.is_cached_reported else state.num_cached_tokens
+        state.is_cached_reported = True
+        self._replies.append(
+            TokensReady(attempt_id=state.attempt_id, run=run, num_cached_tokens=num_cached_tokens)
+        )
+        if finish_reason is not None:
+            self._end(state)
+
+    # -- attempts --
+
+    def _register(self, state: RequestState) -> None:
+        self._attempts[state.role, state.attempt_id.request_id] = state
+
+    def _forget(self, state: RequestState) -> None:
+        del self._attempts[state.role, state.attempt_id.request_id]
+
+    def _find(self, role: Role, attempt_id: AttemptId) -> RequestState | None:
+        state = self._attempts.get((role, attempt_id.request_id))
+        return state if state is not None and state.attempt_id == attempt_id else None
+
+    def _find_reserved(self, attempt_id: AttemptId) -> RequestState | None:
+        state = self._find(Role.DECODE, attempt_id)
+        if state is not None and state.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            return state
+        return None
+
+    def _end(self, state: RequestState) -> None:
+        self._forget(state)
+        self._scheduler.end(state)
+
+    def _end_at_or_below(self, role: Role, attempt_id: AttemptId) -> None:
+        state = self._attempts.get((role, attempt_id.request_id))
+        if state is not None and state.attempt_id.attempt <= attempt_id.attempt:
+            self._end(state)
+
+    def _hand_back(self, state: RequestState, reason: HandBackReason) -> None:
+        """`state` has ended here without an answer: its request goes back to the router."""
+        self._forget(state)
+        if state.role is Role.PREFILL:
+            self._replies.append(PrefillFailed(attempt_id=state.attempt_id, reason=reason))
+        else:
+            self._replies.append(HandedBack(attempt_id=state.attempt_id, reason=reason))
+
+    def _on_revoked(self, states: Iterable[RequestState]) -> None:
+        """These reservations were taken back; their blocks stay until ReadEnded."""
+        for state in states:
+            self._forget(state)
+            self._replies.append(Revoked(attempt_id=state.attempt_id))
+
+    # -- copying and checking --
+
+    def fork(self) -> Core:
+        """An independent copy, as it stands: for exploring what may happen."""
+        other = Core(self._config, self._namespace_seed)
+        other._cache = copy.deepcopy(self._cache)
+        other._scheduler, copies = self._scheduler.fork(other._cache)
+        other._attempts = {key: copies[state] for key, state in self._attempts.items()}
+        other._seen = self._seen.fork()
+        other._is_draining = self._is_draining
+        other._step = self._step
+        other._rows_in_flight = [
+            dataclasses.replace(row, state=copies[row.state]) for row in self._rows_in_flight
+        ]
+        other._replies = list(self._replies)
+        other._planned_step = self._planned_step
+        other._num_preemptions = self._num_preemptions
+        other._timing = self._timing
+        other._num_step_tokens = self._num_step_tokens
+        return other
+
+    def validate(self) -> None:
+        """Raise AssertionError if any invariant is broken. O(blocks + tokens)."""
+        self._cache.validate()
+        self._scheduler.validate()
+        live = {
+            state
+            for state in self._scheduler.states()
+            if state.status not in (RequestStatus.QUARANTINED, RequestStatus.FINISHED)
+        }
+        assert live == set(self._attempts.values()), (live, self._attempts)
+        for (role, request_id), state in self._attempts.items():
+            assert (state.role, state.attempt_id.request_id) == (role, request_id), state
+        in_flight = Counter(row.state for row in self._rows_in_flight)
+        assert all(state.num_in_flight == in_flight[state] for state in live), in_flight
+        ledger = self.ledger()
+        assert ledger.num_free + ledger.num_cached + ledger.num_referenced == ledger.num_total
+
+    def _check(self) -> None:
+        if self._config.is_checked:
+            self.validate()

@@ -1,0 +1,505 @@
+"""Scheduler: who takes part in a step, with how many tokens, and on whose blocks.
+
+One scheduler for prefill, decode and both at once. A step holds decodes (one token each) and chunks
+of prefills under one token budget; a prefill that reaches its end draws its token in that step.
+
+Rules
+- The oldest goes first (`request.age`), and always advances: blocks go from younger reservations,
+  then from younger running decodes, to older growth; from younger reservations to older prefills and
+  reservations; never the other way.
+- Nobody waits while holding blocks, and whoever runs holds blocks for all that is known of it. Only
+  growth waits while holding: for reads of ended attempts, which end by themselves.
+- Acceptance is honest: need + what older queued requests were promised + the growth expected of what
+  runs must be available.
+- A chunk ends on a block edge, except at the end of what is known.
+- Decodes go before prefills, but for one row and one block of tokens that the oldest request gets
+  when it is a prefill.
+
+schedule():
+    1. running requests grow, oldest first; who finds no block revokes, preempts, waits or gives way
+    2. decodes take their rows, oldest first
+    3. prefills take chunks of what is left, oldest first, starting queued ones as blocks allow
+    4. rows get slots; a slot is only where the runner keeps a last token, so it may be taken from a
+       request that is not in the step
+
+Counts advance here, when planned. Nothing ends here, except by hand-back. When schedule() finds no
+row, none can run until a command comes: it need not be called again before.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+
+from moonpool.ids import AttemptId, BlockId
+from moonpool.kv.block_cache import BlockCache
+from moonpool.sched.output import ScheduledRow, SchedulerOutput
+from moonpool.sched.request import Order, RequestState, RequestStatus, Role
+from moonpool.sched.reservations import Relief, Reservations
+
+
+class Scheduler:
+    """The attempts of one worker by what they wait for, and the batch of each step.
+
+    Args:
+        cache: The worker's blocks; this scheduler takes and drops all references of its requests.
+        block_size: Tokens of a block.
+        max_num_batched_tokens: Budget of a step; at least a block.
+        max_num_seqs: Most rows of a step, and the number of the runner's slots.
+        headroom_tokens: Expected growth of a running request that a new one must leave free.
+        local_prefill_tokens: Most that a request with a source may compute here.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: BlockCache,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        headroom_tokens: int,
+        local_prefill_tokens: int,
+    ) -> None:
+        # With less, a chunk could not reach the next block edge.
+        assert max_num_batched_tokens >= block_size, (max_num_batched_tokens, block_size)
+        assert max_num_seqs >= 1, max_num_seqs
+        self._cache = cache
+        self._block_size = block_size
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._headroom_tokens = headroom_tokens
+        self._local_prefill_tokens = local_prefill_tokens
+        self.reservations = Reservations(cache, headroom_tokens)
+        #: Oldest first. WAITING and PREEMPTED; they hold no block.
+        self._waiting: list[RequestState] = []
+        #: Oldest first. RUNNING.
+        self._running: list[RequestState] = []
+        #: HELD, in order of their last step.
+        self._held: list[RequestState] = []
+        #: FINISHED while a plan that writes their blocks was under way.
+        self._ending: list[RequestState] = []
+        #: Per slot of the runner: who has it.
+        self._slots: list[RequestState | None] = [None] * max_num_seqs
+
+    # -- what there is --
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running_decodes(self) -> int:
+        return sum(state.role is Role.DECODE for state in self._running)
+
+    @property
+    def num_prefills(self) -> int:
+        """Prefills that hold blocks: running, or held for their reader."""
+        return len(self._running) - self.num_running_decodes + len(self._held)
+
+    @property
+    def num_decodes(self) -> int:
+        """Decode attempts in any state that will, or may, take a row."""
+        num_queued = sum(state.role is Role.DECODE for state in self._waiting)
+        return self.num_running_decodes + num_queued + self.reservations.num_reserved
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Uncached tokens that wait to be computed, running prefills' rest included."""
+        return sum(state.num_queued_tokens for state in self._waiting) + sum(
+            state.num_uncomputed_tokens for state in self._running if state.is_prefilling
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    # -- taking requests --
+
+    def num_uncached_tokens(self, state: RequestState) -> int:
+        """What would have to be computed if `state` started at once."""
+        match = self._cache.match_prefix(state.prefix_hashes)
+        return state.num_tokens - match.num_blocks * self._block_size
+
+    def has_room_in_time(self, state: RequestState) -> bool:
+        """Whether `state` may be queued: room is there, or comes when reads of younger ones end."""
+        prefix = self._match(state)
+        num_short = self._num_short(state, prefix)
+        return num_short <= 0 or self._relief(state, num_short, prefix).is_enough
+
+    def enqueue(self, state: RequestState) -> None:
+        """Queue a new or a preempted request. It holds no block; its need is promised."""
+        assert not state.block_ids, state.attempt_id
+        prefix = self._match(state)
+        num_shared = sum(self._cache.ref_count(block_id) > 0 for block_id in prefix)
+        state.num_queued_tokens = state.num_tokens - len(prefix) * self._block_size
+        # What is cached but unreferenced may be gone by then.
+        state.num_promised_blocks = state.num_needed_blocks - num_shared
+        insort(self._waiting, state, key=_order)
+
+    def reserve(self, state: RequestState) -> bool:
+        """Lock the own prefix and allocate the rest, at once or not at all."""
+        prefix = self._match(state)
+        if self._num_short(state, prefix) > 0:
+            return False
+        self._take_blocks(state, prefix)
+        self.reservations.add(state)
+        return True
+
+    def revoke_for(self, state: RequestState) -> tuple[RequestState, ...]:
+        """Take back the younger reservations that keep `state` out, if that makes room for it."""
+        prefix = self._match(state)
+        relief = self._relief(state, self._num_short(state, prefix), prefix)
+        if not relief.is_enough:
+            return ()
+        for victim in relief.victims:
+            self.reservations.quarantine(victim)
+        return relief.victims
+
+    def admit(self, state: RequestState, num_computed_tokens: int) -> None:
+        """A reservation's KV is there up to `num_computed_tokens`: it runs from here."""
+        self.reservations.take(state)
+        state.num_computed_tokens = num_computed_tokens
+        state.num_cached_tokens = min(num_computed_tokens, state.request.num_tokens)
+        self._run(state)
+
+    # -- one step --
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan a step. No plan may be under way: blocks are taken from whoever must give way."""
+        out = SchedulerOutput()
+        stalled = self._grow_running(out)
+        self._plan_decodes(stalled, out)
+        self._plan_prefills(stalled, out)
+        self._assign_slots(out)
+        return out
+
+    def complete(self, rows: list[ScheduledRow]) -> None:
+        """The plan of these rows has run: nobody writes their blocks any more."""
+        for row in rows:
+            row.state.num_in_flight -= 1
+        ended = [state for state in self._ending if not state.num_in_flight]
+        self._ending = [state for state in self._ending if state.num_in_flight]
+        for state in ended:
+            self._release(state)
+
+    def cache_final_blocks(self, state: RequestState, num_final_tokens: int) -> None:
+        """Make the full blocks of [0, num_final_tokens) findable; KV and tokens are final."""
+        num_blocks = num_final_tokens // self._block_size
+        if num_blocks > state.num_final_blocks:
+            state.hash_up_to(num_blocks)
+            self._cache.insert(state.block_hashes[:num_blocks], state.block_ids[:num_blocks])
+            state.num_final_blocks = num_blocks
+
+    def hold(self, state: RequestState) -> None:
+        """A prefill drew its token: it leaves the batch and keeps its blocks for its reader."""
+        self._running.remove(state)
+        self._drop_slot(state)
+        state.status = RequestStatus.HELD
+        self._held.append(state)
+
+    # -- ending --
+
+    def end(self, state: RequestState) -> None:
+        """The attempt is over, in whatever state; a reservation is quarantined."""
+        match state.status:
+            case RequestStatus.WAITING | RequestStatus.PREEMPTED:
+                self._waiting.remove(state)
+            case RequestStatus.WAITING_FOR_REMOTE_KV:
+                self.reservations.quarantine(state)
+                return
+            case RequestStatus.RUNNING:
+                self._running.remove(state)
+            case RequestStatus.HELD:
+                self._held.remove(state)
+            case RequestStatus.QUARANTINED | RequestStatus.FINISHED:
+                raise AssertionError(f"{state.attempt_id} has ended before")
+        state.status = RequestStatus.FINISHED
+        self._drop_slot(state)
+        if state.num_in_flight:
+            self._ending.append(state)
+        else:
+            self._release(state)
+
+    def end_reservation(self, state: RequestState) -> None:
+        """A reservation ends and no read is outstanding: its blocks are given back."""
+        self.reservations.take(state)
+        state.status = RequestStatus.FINISHED
+        self._release(state)
+
+    def end_read(self, attempt_id: AttemptId) -> bool:
+        """The reads of a quarantined attempt are over. False if there is none."""
+        state = self.reservations.end_read(attempt_id)
+        if state is not None:
+            self._release(state)
+        return state is not None
+
+    # -- blocks --
+
+    def _match(self, state: RequestState) -> tuple[BlockId, ...]:
+        return self._cache.match_prefix(state.prefix_hashes).block_ids
+
+    def _num_short(self, state: RequestState, prefix: tuple[BlockId, ...]) -> int:
+        """Blocks that are lacking before `state` may take its own; 0 or less: it may."""
+        num_promised = sum(
+            other.num_promised_blocks for other in self._waiting if other.order < state.order
+        )
+        num_idle = sum(self._cache.ref_count(block_id) == 0 for block_id in prefix)
+        return (
+            state.num_needed_blocks
+            - len(prefix)
+            + num_promised
+            + self._expected_growth()
+            - (self._cache.num_available - num_idle)
+        )
+
+    def _expected_growth(self) -> int:
+        return sum(
+            state.num_growth_blocks(self._headroom_tokens)
+            for states in (self._running, self.reservations)
+            for state in states
+        )
+
+    def _relief(self, state: RequestState, num_short: int, prefix: tuple[BlockId, ...]) -> Relief:
+        return self.reservations.relief(state.order, num_short, keep=prefix, with_headroom=True)
+
+    def _take_blocks(self, state: RequestState, prefix: tuple[BlockId, ...]) -> None:
+        self._cache.acquire(prefix)
+        state.attach(prefix)
+        state.attach(self._cache.allocate(state.num_missing_blocks))
+        state.num_final_blocks = len(prefix)
+        state.num_computed_tokens = len(prefix) * self._block_size
+
+    def _release(self, state: RequestState) -> None:
+        self._cache.release(state.detach())
+
+    # -- growing --
+
+    def _grow_running(self, out: SchedulerOutput) -> set[RequestState]:
+        """Give running requests a block where one is due; returns those that wait for reads to end."""
+        stalled: set[RequestState] = set()
+        num_claimed = 0
+        for state in tuple(self._running):
+            if state.status is not RequestStatus.RUNNING or state.num_missing_blocks <= 0:
+                continue
+            if self._has_room_to_grow(state, num_claimed, out):
+                state.attach(self._cache.allocate(state.num_missing_blocks))
+            elif state.status is RequestStatus.RUNNING:
+                stalled.add(state)
+                num_claimed += state.num_missing_blocks
+        return stalled
+
+    def _has_room_to_grow(
+        self, state: RequestState, num_claimed: int, out: SchedulerOutput
+    ) -> bool:
+        """Make room. False: `state` waits for reads to end, or, being the youngest, gave way itself."""
+        while True:
+            num_short = state.num_missing_blocks + num_claimed - self._cache.num_available
+            if num_short <= 0:
+                return True
+            relief = self.reservations.relief(state.order, num_short)
+            if relief.is_enough:
+                self._revoke(relief, out)
+                return False
+            victim = next(s for s in reversed(self._running) if s.role is Role.DECODE)
+            self._preempt(victim, out)
+            if victim is state:
+                return False
+
+    def _revoke(self, relief: Relief, out: SchedulerOutput) -> None:
+        for victim in relief.victims:
+            self.reservations.quarantine(victim)
+            out.revoked.append(victim)
+
+    def _preempt(self, state: RequestState, out: SchedulerOutput) -> None:
+        """Take all blocks back; full ones stay cached, so that coming back is cheap."""
+        assert not state.num_in_flight, state.attempt_id
+        self._running.remove(state)
+        self._drop_slot(state)
+        self._release(state)
+        state.status = RequestStatus.PREEMPTED
+        out.preempted.append(state)
+        if self._may_compute(state, self.num_uncached_tokens(state)):
+            self.enqueue(state)
+        else:
+            state.status = RequestStatus.FINISHED
+            out.handed_back.append(state)
+
+    def _may_compute(self, state: RequestState, num_uncached_tokens: int) -> bool:
+        return not state.has_source or num_uncached_tokens <= self._local_prefill_tokens
+
+    # -- planning --
+
+    def _plan_decodes(self, stalled: set[RequestState], out: SchedulerOutput) -> None:
+        decodes = [s for s in self._running if s.is_decoding and s not in stalled]
+        num_rows = min(self._max_num_seqs, self._max_num_batched_tokens)
+        is_crowded = (
+            len(decodes) >= self._max_num_seqs
+            or len(decodes) + self._block_size > self._max_num_batched_tokens
+        )
+        if is_crowded and self._is_prefill_before(decodes[-1], stalled, out):
+            num_rows = min(self._max_num_seqs - 1, self._max_num_batched_tokens - self._block_size)
+        for state in decodes[:num_rows]:
+            self._plan(state, 1, out)
+
+    def _is_prefill_before(
+        self, decode: RequestState, stalled: set[RequestState], out: SchedulerOutput
+    ) -> bool:
+        """Whether a prefill older than `decode` can take part in this step; a queued one is started."""
+        for state in self._prefills(stalled):
+            if not state.order < decode.order:
+                return False
+            if state.status is RequestStatus.RUNNING or self._start(state, out):
+                return True
+            if state.status is not RequestStatus.FINISHED:
+                return False
+        return False
+
+    def _plan_prefills(self, stalled: set[RequestState], out: SchedulerOutput) -> None:
+        num_rows_left = self._max_num_seqs - len(out.rows)
+        num_tokens_left = self._max_num_batched_tokens - len(out.rows)
+        is_blocked = False
+        for state in self._prefills(stalled):
+            if not num_rows_left or not num_tokens_left:
+                break
+            is_queued = state.status is not RequestStatus.RUNNING
+            # A queued request never overtakes an older one.
+            if is_queued and (is_blocked or not self._start(state, out)):
+                is_blocked = is_blocked or state.status is not RequestStatus.FINISHED
+                continue
+            num_scheduled_tokens = self._chunk(state, num_tokens_left)
+            if not num_scheduled_tokens:
+                break
+            self._plan(state, num_scheduled_tokens, out)
+            num_rows_left -= 1
+            num_tokens_left -= num_scheduled_tokens
+
+    def _prefills(self, stalled: set[RequestState]) -> list[RequestState]:
+        """Running and queued requests with more than a decode step to compute, oldest first."""
+        running = [s for s in self._running if s.is_prefilling and s not in stalled]
+        return sorted([*running, *self._waiting], key=_order)
+
+    def _start(self, state: RequestState, out: SchedulerOutput) -> bool:
+        """Take a queued request's blocks. If they are lacking it waits, or is handed back: FINISHED."""
+        prefix = self._match(state)
+        if not self._may_compute(state, state.num_tokens - len(prefix) * self._block_size):
+            self._waiting.remove(state)
+            state.status = RequestStatus.FINISHED
+            out.handed_back.append(state)
+            return False
+        num_short = self._num_short(state, prefix)
+        if num_short > 0:
+            relief = self._relief(state, num_short, prefix)
+            if relief.is_enough:
+                self._revoke(relief, out)
+            return False
+        self._waiting.remove(state)
+        self._take_blocks(state, prefix)
+        if state.status is RequestStatus.WAITING:
+            state.num_cached_tokens = state.num_computed_tokens
+        out.started.append(state)
+        self._run(state)
+        return True
+
+    def _run(self, state: RequestState) -> None:
+        state.status = RequestStatus.RUNNING
+        insort(self._running, state, key=_order)
+
+    def _chunk(self, state: RequestState, num_tokens_left: int) -> int:
+        """How many tokens to compute: to the end of what is known, or to a block edge; perhaps 0."""
+        end = min(state.num_tokens, state.num_computed_tokens + num_tokens_left)
+        if end < state.num_tokens:
+            end -= end % self._block_size
+        return max(0, end - state.num_computed_tokens)
+
+    def _plan(self, state: RequestState, num_scheduled_tokens: int, out: SchedulerOutput) -> None:
+        start = state.num_computed_tokens
+        end = start + num_scheduled_tokens
+        state.num_computed_tokens = end
+        state.num_in_flight += 1
+        out.rows.append(
+            ScheduledRow(state=state, start=start, end=end, is_sampling=end == state.num_tokens)
+        )
+
+    # -- slots --
+
+    def _assign_slots(self, out: SchedulerOutput) -> None:
+        needy = [row.state for row in out.rows if row.state.slot < 0]
+        if not needy:
+            return
+        planned = {row.state for row in out.rows}
+        spare = [slot for slot, owner in enumerate(self._slots) if owner not in planned]
+        spare.sort(key=lambda slot: self._slots[slot] is not None)
+        for state, slot in zip(needy, spare, strict=False):
+            owner = self._slots[slot]
+            if owner is not None:
+                self._drop_slot(owner)
+            self._slots[slot] = state
+            state.slot = slot
+
+    def _drop_slot(self, state: RequestState) -> None:
+        if state.slot >= 0:
+            self._slots[state.slot] = None
+            state.slot = -1
+            state.is_token_in_slot = False
+
+    # -- copying and checking --
+
+    def states(self) -> Iterator[RequestState]:
+        """Every attempt that holds blocks or waits for them."""
+        yield from self._waiting
+        yield from self._running
+        yield from self._held
+        yield from self._ending
+        yield from self.reservations
+        yield from self.reservations.quarantined()
+
+    def fork(self, cache: BlockCache) -> tuple[Scheduler, dict[RequestState, RequestState]]:
+        """An independent copy over `cache`, and the copy of each state."""
+        copies = {state: state.fork() for state in self.states()}
+        other = Scheduler(
+            cache=cache,
+            block_size=self._block_size,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            max_num_seqs=self._max_num_seqs,
+            headroom_tokens=self._headroom_tokens,
+            local_prefill_tokens=self._local_prefill_tokens,
+        )
+        other.reservations = self.reservations.fork(cache, copies)
+        other._waiting = [copies[state] for state in self._waiting]
+        other._running = [copies[state] for state in self._running]
+        other._held = [copies[state] for state in self._held]
+        other._ending = [copies[state] for state in self._ending]
+        other._slots = [None if state is None else copies[state] for state in self._slots]
+        return other, copies
+
+    def validate(self) -> None:
+        """Raise AssertionError if lists, slots, or the blocks held contradict each other or the cache."""
+        self.reservations.validate()
+        for states, statuses in (
+            (self._waiting, {RequestStatus.WAITING, RequestStatus.PREEMPTED}),
+            (self._running, {RequestStatus.RUNNING}),
+            (self._held, {RequestStatus.HELD}),
+            (self._ending, {RequestStatus.FINISHED}),
+        ):
+            assert all(state.status in statuses for state in states), states
+        assert self._waiting == sorted(self._waiting, key=_order)
+        assert self._running == sorted(self._running, key=_order)
+        assert all(not state.block_ids for state in self._waiting), self._waiting
+        for slot, owner in enumerate(self._slots):
+            assert owner is None or (owner.slot == slot and owner in self._running), owner
+        num_references: Counter[BlockId] = Counter()
+        for state in self.states():
+            assert state.slot < 0 or self._slots[state.slot] is state, state
+            state.validate()
+            num_references.update(state.block_ids)
+            for block_id in state.block_ids[state.num_final_blocks :]:
+                assert self._cache.ref_count(block_id) == 1, (state.attempt_id, block_id)
+                assert not self._cache.is_cached(block_id), (state.attempt_id, block_id)
+        for block_id, count in num_references.items():
+            assert self._cache.ref_count(block_id) == count, (block_id, count)
+        assert self._cache.num_referenced == len(num_references)
+
+
+def _order(state: RequestState) -> Order:
+    return state.order
