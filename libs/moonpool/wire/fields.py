@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -23,6 +23,7 @@ MAX_TOKENS = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 MessageT = TypeVar("MessageT", bound=Message)
+T = TypeVar("T")
 
 
 class InvalidMessageError(InvalidRequestError):
@@ -81,6 +82,13 @@ def finite(value: float, path: str, *, low: float, high: float) -> float:
     if not math.isfinite(value) or not low <= value <= high:
         raise invalid(path, f"is {value}; allowed is {low} to {high}")
     return value
+
+
+def known(table: Mapping[str, T], value: str, path: str) -> T:
+    """The value that a word stands for."""
+    if value not in table:
+        raise invalid(path, f"is {_shown(value)}; allowed are {', '.join(table)}")
+    return table[value]
 
 
 def tokens(values: Sequence[int], path: str, *, is_required: bool = False) -> tuple[int, ...]:

@@ -240,20 +240,22 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., frame: _Optional[_Union[WorkerFrame, _Mapping]] = ...) -> None: ...
 
 class HandoffOpen(_message.Message):
-    __slots__ = ("attempt_id", "decode_worker", "prefill_worker", "namespace", "secret_fingerprint", "traceparent")
+    __slots__ = ("attempt_id", "decode_worker", "prefill_worker", "namespace", "secret_fingerprint", "traceparent", "namespace_fingerprint")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SECRET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _request_pb2.AttemptId
     decode_worker: _request_pb2.WorkerKey
     prefill_worker: _request_pb2.WorkerKey
     namespace: ModelNamespace
     secret_fingerprint: str
     traceparent: str
-    def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., decode_worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., prefill_worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., namespace: _Optional[_Union[ModelNamespace, _Mapping]] = ..., secret_fingerprint: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    namespace_fingerprint: str
+    def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., decode_worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., prefill_worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., namespace: _Optional[_Union[ModelNamespace, _Mapping]] = ..., secret_fingerprint: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace_fingerprint: _Optional[str] = ...) -> None: ...
 
 class FromDecode(_message.Message):
     __slots__ = ("open",)
@@ -311,17 +313,31 @@ class HandoffFailed(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class HandoffWaiting(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandoffReset(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class FromPrefill(_message.Message):
-    __slots__ = ("opened", "layers", "commit", "failed")
+    __slots__ = ("opened", "layers", "commit", "failed", "waiting", "reset")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
     opened: HandoffOpened
     layers: HandoffLayersReady
     commit: HandoffCommit
     failed: HandoffFailed
-    def __init__(self, opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., layers: _Optional[_Union[HandoffLayersReady, _Mapping]] = ..., commit: _Optional[_Union[HandoffCommit, _Mapping]] = ..., failed: _Optional[_Union[HandoffFailed, _Mapping]] = ...) -> None: ...
+    waiting: HandoffWaiting
+    reset: HandoffReset
+    def __init__(self, opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., layers: _Optional[_Union[HandoffLayersReady, _Mapping]] = ..., commit: _Optional[_Union[HandoffCommit, _Mapping]] = ..., failed: _Optional[_Union[HandoffFailed, _Mapping]] = ..., waiting: _Optional[_Union[HandoffWaiting, _Mapping]] = ..., reset: _Optional[_Union[HandoffReset, _Mapping]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
