@@ -31,6 +31,8 @@ class RequestStopped:
     """A stop string was found in the text: the answer ends here, whatever the workers go on to draw."""
 
     request_id: RequestId
+    #: How many of the emitted tokens count: those up to the one that completed the stop string.
+    num_output_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,10 @@ class FilterReason(enum.StrEnum):
     NO_ROOM = "no_room"
     #: It failed on a request path a moment ago, and others are there.
     INHIBITED = "inhibited"
-    #: It said that it can never hold this request, or is the decode worker itself.
-    EXCLUDED = "excluded"
+    #: It said that it can never hold this request, or its whole pool is too small for it.
+    NEVER_FITS = "never_fits"
+    #: It is the request's decode worker.
+    IS_DECODE = "is_decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +50,17 @@ class Selection:
 
     @property
     def num_workers(self) -> int:
-        """Workers that could do this at some time: not excluded, not draining."""
+        """Workers that could take it now or when they have room."""
         return sum(
-            candidate.filtered not in (FilterReason.EXCLUDED, FilterReason.DRAINING)
+            candidate.filtered in (None, FilterReason.NO_ROOM, FilterReason.INHIBITED)
             for candidate in self.candidates
+        )
+
+    @property
+    def can_never_fit(self) -> bool:
+        """There are workers, and none of them can ever hold the request."""
+        return bool(self.candidates) and all(
+            candidate.filtered is FilterReason.NEVER_FITS for candidate in self.candidates
         )
 
 
@@ -59,38 +68,40 @@ def select_decode(
     views: Iterable[WorkerView],
     *,
     num_blocks: int,
-    excluded: frozenset[WorkerKey] = frozenset(),
+    unfit: frozenset[WorkerKey] = frozenset(),
 ) -> Selection:
     """The decode worker with the fewest requests, its pool's used fraction breaking ties.
 
     Args:
-        num_blocks: What the request needs there, cached blocks not counted.
-        excluded: Workers that can never hold this request.
+        num_blocks: What the request takes there, whatever is cached.
+        unfit: Workers that said that they can never hold this request.
     """
     rated: list[tuple[WorkerView, float, FilterReason | None]] = []
     for view in views:
         if not view.info.role.can_decode:
             continue
-        has_room = view.load.num_total_blocks == 0 or view.num_available_blocks >= num_blocks
-        rated.append(
-            (
-                view,
-                view.num_requests + view.used_fraction,
-                _filter(view, has_room=has_room, excluded=excluded),
-            )
-        )
+        num_total_blocks = view.load.num_total_blocks
+        reason = _common_filter(view, unfit)
+        if num_total_blocks and num_blocks > num_total_blocks:
+            reason = FilterReason.NEVER_FITS
+        elif reason is None and num_total_blocks and num_blocks > view.num_available_blocks:
+            reason = FilterReason.NO_ROOM
+        rated.append((view, view.num_requests + view.used_fraction, reason))
     return _select(rated)
 
 
 def select_prefill(
-    views: Iterable[WorkerView], *, excluded: frozenset[WorkerKey] = frozenset()
+    views: Iterable[WorkerView],
+    *,
+    decode: WorkerKey,
+    unfit: frozenset[WorkerKey] = frozenset(),
 ) -> Selection:
-    """The prefill worker with the fewest uncached tokens queued."""
+    """The prefill worker with the fewest uncached tokens queued, other than `decode`."""
     rated = [
         (
             view,
             float(view.num_queued_tokens),
-            _filter(view, has_room=True, excluded=excluded),
+            FilterReason.IS_DECODE if view.key == decode else _common_filter(view, unfit),
         )
         for view in views
         if view.info.role.can_prefill
@@ -98,16 +109,12 @@ def select_prefill(
     return _select(rated)
 
 
-def _filter(
-    view: WorkerView, *, has_room: bool, excluded: frozenset[WorkerKey]
-) -> FilterReason | None:
-    if view.key in excluded:
-        return FilterReason.EXCLUDED
+def _common_filter(view: WorkerView, unfit: frozenset[WorkerKey]) -> FilterReason | None:
+    if view.key in unfit:
+        return FilterReason.NEVER_FITS
     if view.load.is_draining:
         return FilterReason.DRAINING
-    if view.is_full or not has_room:
-        return FilterReason.NO_ROOM
-    return None
+    return FilterReason.NO_ROOM if view.is_full else None
 
 
 def _select(rated: list[tuple[WorkerView, float, FilterReason | None]]) -> Selection:

@@ -53,15 +53,18 @@ class WorkerInfo:
 class WorkerView:
     """A worker as the selector sees it at one moment.
 
-    The `own_*` numbers are what this router has placed there and not seen ended. A report may or may
-    not count them already, so each term of the load is the larger of the two: never counted twice,
-    never blind between two reports.
+    The `own_*` numbers are what this router knows better than the last report. A report may or may
+    not count our requests already, so of the two counts the larger is taken: nothing is counted
+    twice, and placement is not blind between two reports.
     """
 
     info: WorkerInfo
     load: WorkerLoad = WorkerLoad()
+    #: Requests of this router that decode there.
     own_num_requests: int = 0
-    own_num_blocks: int = 0
+    #: Blocks of those that were placed there since the last report.
+    own_num_new_blocks: int = 0
+    #: Uncached tokens of this router's prefills there that have not drawn their token.
     own_num_queued_tokens: int = 0
     #: A request-path failure lies less than the inhibition time back: only if there is no other.
     is_inhibited: bool = False
@@ -81,16 +84,12 @@ class WorkerView:
         return max(self.load.num_requests, self.own_num_requests)
 
     @property
-    def num_used_blocks(self) -> int:
-        return max(self.load.num_total_blocks - self.load.num_available_blocks, self.own_num_blocks)
-
-    @property
     def num_available_blocks(self) -> int:
-        return max(self.load.num_total_blocks - self.num_used_blocks, 0)
+        return max(self.load.num_available_blocks - self.own_num_new_blocks, 0)
 
     @property
     def used_fraction(self) -> float:
         """Of the pool, 0 to 1; 0 while the worker has not reported its pool."""
         if self.load.num_total_blocks == 0:
             return 0.0
-        return min(self.num_used_blocks / self.load.num_total_blocks, 1.0)
+        return 1.0 - min(self.num_available_blocks / self.load.num_total_blocks, 1.0)

@@ -1,0 +1,664 @@
+"""Dispatcher: the router's request machine. It owns every request from arrival to its last token.
+
+Events in (dispatch/events.py), effects out (dispatch/effects.py); `now` is an argument; no IO. What it
+knows of workers stands in dispatch/fleet.py, whom it chooses is decided in routing/.
+
+Rules
+- Every placement is a new attempt; what comes from another attempt, or from a worker that the attempt
+  is not placed on, is ignored. So a late word of a dead attempt is harmless.
+- One token per position: the decode worker's stream is complete by itself, the prefill worker's early
+  token only shortens TTFT. If the decode worker went on from another token than the client has (a
+  repair that drew anew, in low precision), the attempt is replaced: the client's tokens hold.
+- A replay is the same request with `emitted` filled in, never a longer prompt.
+- A failure (a decode worker lost, a source that failed the handoff) is counted, three end the request.
+  A refusal, a revocation, a preemption, a drain are not failures: they take a new attempt number and
+  leave the request in the queue, in order of arrival, until there is room or its deadline passes.
+- The decode worker decides about a lost prefill worker: it may have all it needs, or repair the rest.
+- A request that was in flight on two workers that died is taken for the cause and fails.
+- When an attempt or a request ends, it is aborted on every worker that did not end it itself.
+- A request ends exactly once: finish, error, cancel or deadline, whichever comes first.
+
+Life of a request
+
+    state    event                                       effects and next state
+    -        RequestArrived                                                               -> QUEUED
+    QUEUED   a decode worker (and, if the disagg         Placed, SendPrefill, SendDecode  -> PLACED
+             decider says so, a prefill worker) has room
+    PLACED   first tokens                                EmitTokens                       -> RUNNING
+    PLACED.. Refused, HandedBack, decode worker lost     SendAbort to the others          -> QUEUED
+    RUNNING  TokensReady                                 EmitTokens                       -> RUNNING
+    any      finish reason, cancel, stop string,         EndRequest, SendAbort            -> ended
+             deadline, third failure, second death
+
+What it deliberately does not do: it does not detokenize, does not know prefixes (it asks
+`num_cached_tokens`), does not decide who is alive (dispatch/membership.py), does not admit.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import heapq
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from moonpool.core.protocol import (
+    HandBackReason,
+    HandedBack,
+    Refused,
+    RefuseReason,
+    TokensReady,
+)
+from moonpool.dispatch.config import DispatchConfig
+from moonpool.dispatch.effects import (
+    DispatchEffect,
+    EmitTokens,
+    EndRequest,
+    Placed,
+    Placement,
+    SendAbort,
+    SendDecode,
+    SendPrefill,
+    Usage,
+)
+from moonpool.dispatch.events import (
+    DispatchEvent,
+    DrainRequested,
+    LoadReported,
+    RequestArrived,
+    RequestCancelled,
+    RequestStopped,
+    WorkerJoined,
+    WorkerLost,
+    WorkerMessageReceived,
+)
+from moonpool.dispatch.fleet import Fleet
+from moonpool.errors import (
+    CancelledByClientError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    MoonpoolError,
+    OverloadedError,
+    QueueDeadlineError,
+    UnavailableError,
+    WorkerLostError,
+)
+from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillRequest, SourceRef
+from moonpool.ids import AttemptId, RequestId, WorkerKey
+from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.inference.request import Age, InferenceRequest
+from moonpool.routing.disagg_decider import decide
+from moonpool.routing.selector import select_decode, select_prefill
+
+#: How many leading tokens of prompt + emitted a worker is believed to have cached.
+CachedTokens = Callable[[WorkerKey, InferenceRequest], int]
+
+
+def nothing_cached(key: WorkerKey, request: InferenceRequest) -> int:
+    """The belief of a router without a prefix index."""
+    return 0
+
+
+class DispatchState(enum.StrEnum):
+    #: Waits here for room on a worker.
+    QUEUED = "queued"
+    #: Sent to its workers; no token of this attempt has come.
+    PLACED = "placed"
+    #: Tokens of this attempt have come.
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnWorkers:
+    """Where the current attempt is, and who has ended it there."""
+
+    decode: WorkerKey
+    #: None: the decode worker prefills it itself.
+    prefill: WorkerKey | None
+    has_decode_ended: bool = False
+    has_prefill_ended: bool = False
+    #: A token of the decode worker has come: the prefill worker's part is over.
+    has_decode_begun: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    request: InferenceRequest
+    deadline_at: float
+    emitted: tuple[int, ...] = ()
+    state: DispatchState = DispatchState.QUEUED
+    #: Of the current placement, or of the last one while it is queued; 0 before the first.
+    attempt: int = 0
+    placed: _OnWorkers | None = None
+    num_failures: int = 0
+    num_deaths: int = 0
+    #: Workers that said that they can never hold it.
+    unfit: frozenset[WorkerKey] = frozenset()
+    num_cached_tokens: int | None = None
+    #: Why the last attempt ended.
+    outcome: str = ""
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return AttemptId(self.request.request_id, self.attempt)
+
+    def key(self) -> tuple[object, ...]:
+        return (
+            self.request_id,
+            self.emitted,
+            self.state,
+            self.attempt,
+            self.placed,
+            self.num_failures,
+            self.num_deaths,
+            tuple(sorted(self.unfit)),
+            self.num_cached_tokens,
+        )
+
+
+class Dispatcher:
+    """See the file's head.
+
+    Args:
+        num_cached_tokens: What the prefix index believes; asked for the chosen decode worker.
+    """
+
+    def __init__(
+        self, config: DispatchConfig, *, num_cached_tokens: CachedTokens = nothing_cached
+    ) -> None:
+        self._config = config
+        self._num_cached_tokens = num_cached_tokens
+        self._requests: dict[RequestId, _Request] = {}
+        #: The QUEUED ones, the oldest first.
+        self._queue: list[Age] = []
+        #: Heap of deadlines; entries of ended requests are skipped, and swept when they are many.
+        self._deadlines: list[tuple[float, RequestId]] = []
+        self._fleet = Fleet(config)
+        self._is_draining = False
+        #: Set by what may make room, so that the queue is looked at.
+        self._may_place = False
+        self._effects: list[DispatchEffect] = []
+
+    # -- the interface --
+
+    def handle(self, event: DispatchEvent, now: float) -> list[DispatchEffect]:
+        """Take one event; returns what is to be done, in order."""
+        match event:
+            case WorkerMessageReceived(key=key, message=message):
+                self._on_worker_message(key, message, now)
+            case LoadReported(key=key, load=load):
+                self._fleet.report(key, load)
+                self._may_place = True
+            case RequestArrived():
+                self._on_request_arrived(event, now)
+            case RequestCancelled(request_id=request_id):
+                self._on_cancelled(request_id)
+            case RequestStopped():
+                self._on_stopped(event)
+            case WorkerJoined(info=info):
+                self._fleet.join(info)
+                self._may_place = True
+            case WorkerLost(key=key):
+                self._on_worker_lost(key, now)
+            case DrainRequested():
+                self._is_draining = True
+        return self._finish_turn(now)
+
+    def tick(self, now: float) -> list[DispatchEffect]:
+        """Do what is due. Call at `next_wakeup(now)` or later; too early or too often does nothing."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._on_deadline(request)
+        self._may_place = True
+        return self._finish_turn(now)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When `tick` has something to do next, or None."""
+        self._sweep_deadlines()
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        if self._queue:
+            time = self._fleet.next_wakeup(now)
+            times += [time] if time is not None else []
+        return min(times, default=None)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait here for room."""
+        return len(self._queue)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended, queued ones included."""
+        return len(self._requests)
+
+    def fork(self) -> Dispatcher:
+        """An independent copy, for exploration."""
+        fork = Dispatcher(self._config, num_cached_tokens=self._num_cached_tokens)
+        fork._requests = {key: copy.copy(request) for key, request in self._requests.items()}
+        fork._queue = list(self._queue)
+        fork._deadlines = list(self._deadlines)
+        fork._fleet = self._fleet.fork()
+        fork._is_draining = self._is_draining
+        return fork
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for machines that behave alike, exact times apart."""
+        return (
+            tuple(sorted(request.key() for request in self._requests.values())),
+            self._fleet.key(),
+            self._is_draining,
+        )
+
+    def validate(self) -> None:
+        """Check every invariant; for tests and debugging."""
+        assert not self._effects
+        queued = [r.request.age for r in self._requests.values() if r.state is DispatchState.QUEUED]
+        assert self._queue == sorted(queued), (self._queue, queued)
+        decoding: dict[WorkerKey, set[RequestId]] = {}
+        prefilling: dict[WorkerKey, set[RequestId]] = {}
+        with_deadline = {request_id for _, request_id in self._deadlines}
+        for request_id, request in self._requests.items():
+            assert request.request_id == request_id, request
+            assert request_id in with_deadline, request
+            assert (request.placed is None) == (request.state is DispatchState.QUEUED), request
+            assert len(request.emitted) < request.request.sampling.max_tokens, request
+            assert request.num_failures < self._config.max_failures, request
+            assert request.num_deaths < self._config.max_deaths, request
+            assert request.attempt <= self._config.max_attempts, request
+            placed = request.placed
+            if placed is None:
+                continue
+            assert not placed.has_decode_ended, request
+            assert placed.decode in self._fleet, request
+            assert placed.decode != placed.prefill, request
+            decoding.setdefault(placed.decode, set()).add(request_id)
+            if request.state is DispatchState.RUNNING or placed.has_prefill_ended:
+                continue
+            if placed.prefill is not None:
+                prefilling.setdefault(placed.prefill, set()).add(request_id)
+        self._fleet.validate(decoding, prefilling)
+
+    # -- clients --
+
+    def _on_request_arrived(self, event: RequestArrived, now: float) -> None:
+        request = _Request(request=event.request, deadline_at=now + event.deadline_s)
+        assert request.request_id not in self._requests, request
+        assert not event.request.emitted_token_ids, request
+        assert event.request.num_remaining_tokens > 0, request
+        if self._is_draining:
+            self._refuse(request, UnavailableError("the router is draining", code="draining"))
+            return
+        if len(self._queue) >= self._config.max_queued_requests:
+            self._refuse(request, OverloadedError("too many requests wait for a worker"))
+            return
+        self._requests[request.request_id] = request
+        heapq.heappush(self._deadlines, (request.deadline_at, request.request_id))
+        self._enqueue(request)
+
+    def _on_cancelled(self, request_id: RequestId) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._fail(request, CancelledByClientError("the client went away"))
+
+    def _on_stopped(self, event: RequestStopped) -> None:
+        request = self._requests.get(event.request_id)
+        if request is not None:
+            assert event.num_output_tokens <= len(request.emitted), (event, request)
+            request.emitted = request.emitted[: event.num_output_tokens]
+            self._end(request, FinishReason.STOP, None)
+
+    def _on_deadline(self, request: _Request) -> None:
+        if request.emitted or request.state is not DispatchState.QUEUED:
+            self._fail(request, DeadlineExceededError("the deadline passed while it ran"))
+        else:
+            self._fail(request, QueueDeadlineError("the deadline passed while it was queued"))
+
+    # -- workers --
+
+    def _on_worker_message(
+        self, key: WorkerKey, message: TokensReady | Refused | HandedBack, now: float
+    ) -> None:
+        request = self._requests.get(message.attempt_id.request_id)
+        if request is None or request.placed is None or request.attempt_id != message.attempt_id:
+            return
+        if key not in (request.placed.decode, request.placed.prefill):
+            return
+        match message:
+            case TokensReady():
+                self._on_tokens(request, key, message, now)
+            case Refused(reason=reason):
+                self._on_refused(request, key, reason, now)
+            case HandedBack(reason=reason):
+                self._on_handed_back(request, key, reason, now)
+
+    def _on_tokens(self, request: _Request, key: WorkerKey, reply: TokensReady, now: float) -> None:
+        placed = request.placed
+        assert placed is not None
+        run = reply.run
+        num_emitted = len(request.emitted)
+        if key == placed.prefill:
+            if run.first_position != num_emitted:
+                return
+        else:
+            num_known = num_emitted - run.first_position
+            known = request.emitted[run.first_position :]
+            if num_known < 0 or run.token_ids[:num_known] != known[: len(run.token_ids)]:
+                self._on_diverged(request, run, now)
+                return
+            if run.finish_reason is not None and run.end_position < num_emitted:
+                self._on_diverged(request, run, now)
+                return
+        if request.num_cached_tokens is None and reply.num_cached_tokens is not None:
+            num_prompt_tokens = len(request.request.prompt_token_ids)
+            request.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
+        self._begin_running(request)
+        if key == placed.decode and not placed.has_decode_begun:
+            request.placed = replace(placed, has_decode_begun=True)
+        if run.finish_reason is not None and key == placed.decode:
+            assert request.placed is not None
+            request.placed = replace(request.placed, has_decode_ended=True)
+        self._take_tokens(request, run.token_ids[num_emitted - run.first_position :], run)
+
+    def _take_tokens(self, request: _Request, token_ids: tuple[int, ...], run: TokenRun) -> None:
+        """Tokens at new positions, and the finish reason of the run that they came in."""
+        first_position = len(request.emitted)
+        finish_reason = run.finish_reason
+        num_left = request.request.sampling.max_tokens - first_position
+        token_ids = token_ids[:num_left]
+        if len(token_ids) == num_left and finish_reason is None:
+            finish_reason = FinishReason.LENGTH
+        request.emitted += token_ids
+        is_invalid = finish_reason is FinishReason.INVALID_OUTPUT
+        if token_ids or (finish_reason is not None and not is_invalid):
+            self._effects.append(
+                EmitTokens(
+                    request_id=request.request_id,
+                    run=TokenRun(
+                        first_position=first_position,
+                        token_ids=token_ids,
+                        choice=run.choice,
+                        finish_reason=None if is_invalid else finish_reason,
+                    ),
+                )
+            )
+        if is_invalid:
+            self._fail(
+                request,
+                InternalError("the model's output is not finite", code="model_output_invalid"),
+            )
+        elif finish_reason is not None:
+            self._end(request, finish_reason, None)
+
+    def _on_diverged(self, request: _Request, run: TokenRun, now: float) -> None:
+        """The decode worker contradicts, or leaves out, what the client has."""
+        assert request.placed is not None
+        self._fleet.inhibit(request.placed.decode, now)
+        self._fail_attempt(request, f"diverged at position {run.first_position}")
+
+    def _on_refused(
+        self, request: _Request, key: WorkerKey, reason: RefuseReason, now: float
+    ) -> None:
+        if reason is RefuseReason.NEVER_FITS:
+            request.unfit |= {key}
+        else:
+            self._fleet.refused(key, reason, now)
+        self._note_ended(request, key)
+        self._leave(request, f"{key.worker_id} refused: {reason}")
+
+    def _on_handed_back(
+        self, request: _Request, key: WorkerKey, reason: HandBackReason, now: float
+    ) -> None:
+        placed = request.placed
+        assert placed is not None
+        self._note_ended(request, key)
+        outcome = f"{key.worker_id} handed back: {reason}"
+        match reason:
+            case HandBackReason.REVOKED | HandBackReason.PREEMPTED:
+                self._fleet.refused(key, RefuseReason.NO_BLOCKS, now)
+            case HandBackReason.DRAINING:
+                self._fleet.refused(key, RefuseReason.DRAINING, now)
+            case HandBackReason.SOURCE_REFUSED:
+                if placed.prefill is not None:
+                    self._fleet.refused(placed.prefill, RefuseReason.QUEUE_FULL, now)
+            case HandBackReason.SOURCE_LOST | HandBackReason.TOO_LONG_TO_REPAIR:
+                if placed.prefill is not None:
+                    self._fleet.inhibit(placed.prefill, now)
+                self._fail_attempt(request, outcome)
+                return
+        self._leave(request, outcome)
+
+    def _on_worker_lost(self, key: WorkerKey, now: float) -> None:
+        self._fleet.lose(key)
+        for request in list(self._requests.values()):
+            placed = request.placed
+            if placed is None or key not in (placed.decode, placed.prefill):
+                continue
+            self._note_ended(request, key)
+            if key == placed.prefill and placed.has_decode_begun:
+                continue
+            request.num_deaths += 1
+            if request.num_deaths >= self._config.max_deaths:
+                error = InternalError(
+                    f"{request.num_deaths} workers died while they worked on this request",
+                    code="poison_request",
+                )
+                self._fail(request, error)
+            elif key == placed.decode:
+                self._fail_attempt(request, f"{key.worker_id} lost")
+
+    # -- placement --
+
+    def _place_queued(self, now: float) -> None:
+        """Place from the head of the queue, as long as there is room: order of arrival holds."""
+        while self._queue:
+            request = self._requests[self._queue[0].request_id]
+            if not self._place(request, now):
+                return
+
+    def _place(self, request: _Request, now: float) -> bool:
+        """Place the head of the queue; False, and nothing changes, if there is no room for it."""
+        value = request.request
+        if request.emitted:
+            value = replace(value, emitted_token_ids=request.emitted)
+        views = self._fleet.views(now)
+        block_size = max((view.info.block_size for view in views), default=1)
+        num_blocks = -(-value.num_tokens // block_size)
+        decode = select_decode(views, num_blocks=num_blocks, unfit=request.unfit)
+        if decode.can_never_fit:
+            error = InvalidRequestError(
+                f"{value.num_tokens} tokens do not fit on any worker",
+                code="prompt_too_large_for_deployment",
+            )
+            self._fail(request, error)
+            return True
+        if decode.key is None:
+            return False
+        prefill = select_prefill(views, decode=decode.key, unfit=request.unfit)
+        least_queued_tokens = next(
+            (
+                int(c.score)
+                for c in prefill.candidates
+                if c.key == prefill.key and c.score is not None
+            ),
+            None,
+        )
+        decision = decide(
+            self._config.disagg,
+            num_tokens=value.num_tokens,
+            num_cached_tokens=min(self._num_cached_tokens(decode.key, value), value.num_tokens - 1),
+            num_prefill_workers=prefill.num_workers,
+            least_queued_tokens=least_queued_tokens,
+        )
+        prefill_key = prefill.key if decision.is_remote else None
+        if decision.is_remote and prefill_key is None:
+            return False
+        self._queue.pop(0)
+        request.attempt += 1
+        request.state = DispatchState.PLACED
+        request.placed = _OnWorkers(decode=decode.key, prefill=prefill_key)
+        self._fleet.begin_decode(decode.key, request.request_id, num_blocks)
+        self._effects.append(
+            Placed(
+                placement=Placement(
+                    request_id=request.request_id,
+                    attempt=request.attempt,
+                    decode=decode,
+                    decision=decision,
+                    prefill=prefill if decision.is_remote else None,
+                    previous_outcome=request.outcome,
+                )
+            )
+        )
+        self._send(request, value, decision.num_uncached_tokens, now)
+        return True
+
+    def _send(
+        self, request: _Request, value: InferenceRequest, num_uncached_tokens: int, now: float
+    ) -> None:
+        placed = request.placed
+        assert placed is not None
+        deadline_s = max(request.deadline_at - now, 0.0)
+        source = None
+        if placed.prefill is not None:
+            info = self._fleet.info(placed.prefill)
+            source = SourceRef(key=info.key, address=info.address)
+            self._fleet.begin_prefill(placed.prefill, request.request_id, num_uncached_tokens)
+            self._effects.append(
+                SendPrefill(
+                    key=placed.prefill,
+                    message=PrefillRequest(
+                        request=value, attempt=request.attempt, deadline_s=deadline_s
+                    ),
+                )
+            )
+        self._effects.append(
+            SendDecode(
+                key=placed.decode,
+                message=DecodeRequest(
+                    request=value, attempt=request.attempt, source=source, deadline_s=deadline_s
+                ),
+            )
+        )
+
+    # -- states --
+
+    def _enqueue(self, request: _Request) -> None:
+        request.state = DispatchState.QUEUED
+        insort(self._queue, request.request.age)
+        self._may_place = True
+
+    def _begin_running(self, request: _Request) -> None:
+        if request.state is DispatchState.PLACED:
+            assert request.placed is not None
+            request.state = DispatchState.RUNNING
+            if request.placed.prefill is not None:
+                self._fleet.end_prefill(request.placed.prefill, request.request_id)
+
+    def _note_ended(self, request: _Request, key: WorkerKey) -> None:
+        """This worker ended the attempt itself: it needs no abort."""
+        placed = request.placed
+        assert placed is not None
+        if key == placed.decode:
+            request.placed = replace(placed, has_decode_ended=True)
+        else:
+            request.placed = replace(placed, has_prefill_ended=True)
+
+    def _fail_attempt(self, request: _Request, outcome: str) -> None:
+        request.num_failures += 1
+        if request.num_failures >= self._config.max_failures:
+            self._fail(
+                request,
+                WorkerLostError(f"{request.num_failures} attempts failed, the last: {outcome}"),
+            )
+        else:
+            self._leave(request, outcome)
+
+    def _leave(self, request: _Request, outcome: str) -> None:
+        """The attempt is over, the request is not."""
+        self._abort(request)
+        request.outcome = outcome
+        if request.attempt >= self._config.max_attempts:
+            self._fail(
+                request,
+                OverloadedError(f"{request.attempt} placements failed, the last: {outcome}"),
+            )
+        else:
+            self._enqueue(request)
+
+    def _abort(self, request: _Request) -> None:
+        """Tell every worker that did not end the attempt itself, and take it off their books."""
+        placed, request.placed = request.placed, None
+        if placed is None:
+            return
+        message = AbortRequest(attempt_id=request.attempt_id)
+        self._fleet.end_decode(placed.decode, request.request_id)
+        if placed.prefill is not None:
+            self._fleet.end_prefill(placed.prefill, request.request_id)
+            if not placed.has_prefill_ended:
+                self._effects.append(SendAbort(key=placed.prefill, message=message))
+        if not placed.has_decode_ended:
+            self._effects.append(SendAbort(key=placed.decode, message=message))
+
+    def _fail(self, request: _Request, error: MoonpoolError) -> None:
+        self._end(request, None, error)
+
+    def _end(
+        self, request: _Request, finish_reason: FinishReason | None, error: MoonpoolError | None
+    ) -> None:
+        del self._requests[request.request_id]
+        if request.state is DispatchState.QUEUED:
+            self._queue.remove(request.request.age)
+        self._append_end(request, finish_reason, error)
+        self._abort(request)
+        self._may_place = True
+
+    def _refuse(self, request: _Request, error: MoonpoolError) -> None:
+        """End a request that was never taken."""
+        self._append_end(request, None, error)
+
+    def _append_end(
+        self, request: _Request, finish_reason: FinishReason | None, error: MoonpoolError | None
+    ) -> None:
+        usage = Usage(
+            num_prompt_tokens=len(request.request.prompt_token_ids),
+            num_output_tokens=len(request.emitted),
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_attempts=request.attempt,
+            num_failures=request.num_failures,
+        )
+        self._effects.append(
+            EndRequest(
+                request_id=request.request_id,
+                finish_reason=finish_reason,
+                usage=usage,
+                error_code=error.code if error is not None else None,
+                error=error,
+            )
+        )
+
+    # -- plumbing --
+
+    def _finish_turn(self, now: float) -> list[DispatchEffect]:
+        if self._may_place:
+            self._may_place = False
+            self._place_queued(now)
+            # Placing may have ended a request that never fits; nothing else is left to place.
+            self._may_place = False
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _sweep_deadlines(self) -> None:
+        heap = self._deadlines
+        while heap and heap[0][1] not in self._requests:
+            heapq.heappop(heap)
+        if len(heap) > 2 * len(self._requests) + 64:
+            self._deadlines = [entry for entry in heap if entry[1] in self._requests]
+            heapq.heapify(self._deadlines)

@@ -1,0 +1,202 @@
+"""Fleet: the workers that a router is joined to, their load as reported, and what we put on them.
+
+A report says how a worker was a step ago; what was placed since is added here until the next one.
+A worker that refused is full until a later report shows more room than the one that came with the
+refusal, or nothing in use at all, or for `refused_s` at most: asking again each step would cost both
+sides a message a step for nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+from moonpool.core.protocol import RefuseReason
+from moonpool.dispatch.config import DispatchConfig
+from moonpool.ids import RequestId, WorkerKey
+from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    reason: RefuseReason
+    ask_again_at: float
+    #: The first report after the refusal (it comes in the same frame); None until then.
+    load: WorkerLoad | None = None
+
+    def is_over(self, load: WorkerLoad) -> bool:
+        """Whether a report shows room that was not there at the refusal."""
+        is_unused = load.num_available_blocks == load.num_total_blocks and not (
+            load.num_requests or load.num_queued_tokens
+        )
+        if is_unused or self.reason is RefuseReason.DRAINING:
+            return True
+        if self.load is None:
+            return False
+        match self.reason:
+            case RefuseReason.NO_BLOCKS:
+                return load.num_available_blocks > self.load.num_available_blocks
+            case RefuseReason.NO_SLOTS:
+                return load.num_requests < self.load.num_requests
+            case RefuseReason.QUEUE_FULL:
+                return load.num_queued_tokens < self.load.num_queued_tokens
+            case _:
+                return True
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    info: WorkerInfo
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    refusal: _Refusal | None = None
+    inhibited_until: float = float("-inf")
+    decoding: set[RequestId] = field(default_factory=set)
+    #: Uncached tokens of each prefill that has not drawn its token.
+    prefilling: dict[RequestId, int] = field(default_factory=dict)
+    num_new_blocks: int = 0
+    num_queued_tokens: int = 0
+
+
+class Fleet:
+    """See the file's head."""
+
+    def __init__(self, config: DispatchConfig) -> None:
+        self._config = config
+        self._workers: dict[WorkerKey, _Worker] = {}
+
+    def __contains__(self, key: WorkerKey) -> bool:
+        return key in self._workers
+
+    def info(self, key: WorkerKey) -> WorkerInfo:
+        return self._workers[key].info
+
+    # -- what happens to workers --
+
+    def join(self, info: WorkerInfo) -> None:
+        """A worker is there, or has another role or address now."""
+        worker = self._workers.get(info.key)
+        if worker is None:
+            self._workers[info.key] = _Worker(info=info)
+        else:
+            worker.info = info
+
+    def lose(self, key: WorkerKey) -> None:
+        self._workers.pop(key, None)
+
+    def report(self, key: WorkerKey, load: WorkerLoad) -> None:
+        worker = self._workers.get(key)
+        if worker is None:
+            return
+        worker.load = load
+        worker.num_new_blocks = 0
+        if worker.refusal is None:
+            return
+        if worker.refusal.is_over(load):
+            worker.refusal = None
+        elif worker.refusal.load is None:
+            worker.refusal = _Refusal(
+                reason=worker.refusal.reason,
+                ask_again_at=worker.refusal.ask_again_at,
+                load=load,
+            )
+
+    def refused(self, key: WorkerKey, reason: RefuseReason, now: float) -> None:
+        """The worker has no room until a report shows some."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.refusal = _Refusal(reason=reason, ask_again_at=now + self._config.refused_s)
+
+    def inhibit(self, key: WorkerKey, now: float) -> None:
+        """A request path failed there: avoid it for a while."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.inhibited_until = now + self._config.inhibit_s
+
+    # -- what we put on them --
+
+    def begin_decode(self, key: WorkerKey, request_id: RequestId, num_blocks: int) -> None:
+        worker = self._workers[key]
+        assert request_id not in worker.decoding, (key, request_id)
+        worker.decoding.add(request_id)
+        worker.num_new_blocks += num_blocks
+
+    def begin_prefill(self, key: WorkerKey, request_id: RequestId, num_tokens: int) -> None:
+        worker = self._workers[key]
+        assert request_id not in worker.prefilling, (key, request_id)
+        worker.prefilling[request_id] = num_tokens
+        worker.num_queued_tokens += num_tokens
+
+    def end_decode(self, key: WorkerKey, request_id: RequestId) -> None:
+        """May come twice, or after the worker is lost."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.decoding.discard(request_id)
+
+    def end_prefill(self, key: WorkerKey, request_id: RequestId) -> None:
+        """May come twice, or after the worker is lost."""
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.num_queued_tokens -= worker.prefilling.pop(request_id, 0)
+
+    # -- what the selector sees --
+
+    def views(self, now: float) -> list[WorkerView]:
+        return [
+            WorkerView(
+                info=worker.info,
+                load=worker.load,
+                own_num_requests=len(worker.decoding),
+                own_num_new_blocks=worker.num_new_blocks,
+                own_num_queued_tokens=worker.num_queued_tokens,
+                is_inhibited=worker.inhibited_until > now,
+                is_full=worker.refusal is not None and worker.refusal.ask_again_at > now,
+            )
+            for worker in self._workers.values()
+        ]
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When a worker that is avoided now may be asked again, if no report says so before."""
+        times = [worker.inhibited_until for worker in self._workers.values()]
+        times += [w.refusal.ask_again_at for w in self._workers.values() if w.refusal is not None]
+        return min((time for time in times if time > now), default=None)
+
+    def fork(self) -> Fleet:
+        fork = Fleet(self._config)
+        for key, worker in self._workers.items():
+            twin = copy.copy(worker)
+            twin.decoding = set(worker.decoding)
+            twin.prefilling = dict(worker.prefilling)
+            fork._workers[key] = twin
+        return fork
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for fleets that behave alike, exact times apart."""
+        return tuple(
+            sorted(
+                (
+                    key,
+                    worker.info.role,
+                    worker.load,
+                    worker.refusal is not None,
+                    worker.refusal.reason if worker.refusal else None,
+                    worker.refusal.load if worker.refusal else None,
+                    worker.inhibited_until == float("-inf"),
+                    tuple(sorted(worker.decoding)),
+                    tuple(sorted(worker.prefilling.items())),
+                    worker.num_new_blocks,
+                )
+                for key, worker in self._workers.items()
+            )
+        )
+
+    def validate(
+        self,
+        decoding: dict[WorkerKey, set[RequestId]],
+        prefilling: dict[WorkerKey, set[RequestId]],
+    ) -> None:
+        """Check the books against who the dispatcher says is placed where (live workers only)."""
+        for key, worker in self._workers.items():
+            assert worker.decoding == decoding.get(key, set()), (key, worker, decoding)
+            assert set(worker.prefilling) == prefilling.get(key, set()), (key, worker, prefilling)
+            assert worker.num_queued_tokens == sum(worker.prefilling.values()), (key, worker)
+            assert worker.num_new_blocks >= 0, (key, worker)
