@@ -14,12 +14,25 @@ from moonpool.native.geometry import (
     RangeError,
     leaf_checks,
 )
-from moonpool.native.kernels import ControlPage, Kernels, LayerFinisher, Progress
+from moonpool.native.kernels import (
+    ControlPage,
+    CopyCancelledError,
+    CopyQueue,
+    CopyRoute,
+    CopyTicket,
+    Kernels,
+    LayerFinisher,
+    Progress,
+)
 from moonpool.native.loading import NativeStatus, kernels, status
 
 __all__ = [
     "LEAF_CHECK_DTYPE",
     "ControlPage",
+    "CopyCancelledError",
+    "CopyQueue",
+    "CopyRoute",
+    "CopyTicket",
     "Kernels",
     "LayerFinisher",
     "LeafCheckArray",

@@ -1,14 +1,19 @@
-"""The compiled kernels: ctypes over libmoonpool_native.so."""
+"""The compiled kernels: thin calls into the C library."""
 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from moonpool.native.binding import (
+    ResultStruct,
+    address_of,
+    geometry_struct,
+    page_address,
+    raise_for,
+)
+from moonpool.native.compiled_queue import CompiledCopyQueue
 from moonpool.native.geometry import (
     LEAF_CHECK_DTYPE,
     BoolArray,
@@ -18,102 +23,8 @@ from moonpool.native.geometry import (
     Int64Array,
     LeafCheckArray,
     LeafGeometry,
-    RangeError,
 )
-from moonpool.native.kernels import ControlPage, LayerFinisher, Progress
-
-#: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 1
-
-_RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail"}
-_LEAF_ORDER, _BAD_GEOMETRY, _SYSTEM = 4, 5, 8
-
-
-class GeometryStruct(ctypes.Structure):
-    """`mp_geometry`."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in LeafGeometry.__slots__]
-
-
-class ResultStruct(ctypes.Structure):
-    """`mp_result`."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("status", "index", "num_bad")]
-
-
-class LoadError(Exception):
-    """The library is missing, of another ABI version, or cannot be loaded here."""
-
-
-def load_library(path: Path) -> ctypes.CDLL:
-    """Load and declare every function.
-
-    Raises:
-        LoadError: With the reason in words.
-    """
-    if not path.exists():
-        raise LoadError("it was not built")
-    try:
-        library = ctypes.CDLL(str(path))
-        library.mp_abi_version.restype = ctypes.c_int64
-        version = library.mp_abi_version()
-    except (OSError, AttributeError) as error:
-        raise LoadError(f"it cannot be loaded: {error}") from error
-    if version != ABI_VERSION:
-        raise LoadError(f"it was built from other sources (ABI {version}, need {ABI_VERSION})")
-    pointer, int64, uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-    uint32, int32 = ctypes.c_uint32, ctypes.c_int32
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "mp_isa": (ctypes.c_char_p, []),
-        "mp_digest": (uint64, [pointer, int64]),
-        "mp_write_leaves": (None, [pointer, pointer, pointer, int64, int64, pointer, pointer]),
-        "mp_zero_tails": (None, [pointer, pointer, pointer, int64, int64, pointer]),
-        "mp_verify_leaves": (None, [pointer, pointer, pointer, int64, pointer, pointer]),
-        "mp_copy_verify": (
-            None,
-            [
-                pointer,
-                int64,
-                pointer,
-                int64,
-                pointer,
-                int64,
-                pointer,
-                pointer,
-                int64,
-                pointer,
-                pointer,
-            ],
-        ),
-        "mp_finish_layer": (
-            None,
-            [
-                pointer,
-                pointer,
-                pointer,
-                int64,
-                pointer,
-                int64,
-                int64,
-                pointer,
-                pointer,
-                uint64,
-                uint32,
-                int32,
-                pointer,
-            ],
-        ),
-        "mp_begin_step": (None, [pointer, uint64, uint64]),
-        "mp_publish": (None, [pointer, uint64, uint32]),
-        "mp_end_step": (None, [pointer]),
-        "mp_progress": (uint64, [pointer]),
-        "mp_started_ns": (uint64, [pointer]),
-        "mp_ring": (int64, [int32]),
-    }
-    for name, (restype, argtypes) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = restype, argtypes
-    return library
+from moonpool.native.kernels import ControlPage, CopyQueue, LayerFinisher, Progress
 
 
 class CompiledKernels:
@@ -151,7 +62,7 @@ class CompiledKernels:
             address_of(leaves, np.uint64),
             ctypes.byref(result),
         )
-        raise_for(result)
+        raise_for(result.status, result.index)
 
     def zero_tails(
         self, pool: ByteArray, geometry: LeafGeometry, tails: Int32Array, layer: int
@@ -166,7 +77,7 @@ class CompiledKernels:
             layer,
             ctypes.byref(result),
         )
-        raise_for(result)
+        raise_for(result.status, result.index)
 
     def verify_leaves(
         self, pool: ByteArray, geometry: LeafGeometry, checks: LeafCheckArray
@@ -182,7 +93,7 @@ class CompiledKernels:
             is_bad.ctypes.data,
             ctypes.byref(result),
         )
-        raise_for(result)
+        raise_for(result.status, result.index)
         return is_bad
 
     def copy_verify(
@@ -210,8 +121,11 @@ class CompiledKernels:
             is_bad.ctypes.data,
             ctypes.byref(result),
         )
-        raise_for(result)
+        raise_for(result.status, result.index)
         return is_bad
+
+    def copy_queue(self) -> CopyQueue:
+        return CompiledCopyQueue(self._library)
 
     def control_page(self, page: ByteArray) -> ControlPage:
         return CompiledControlPage(self._library, page)
@@ -294,42 +208,7 @@ class CompiledLayerFinisher:
             self._eventfd,
             ctypes.byref(self._result),
         )
-        raise_for(self._result)
-
-
-def address_of(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> int:  # Any: dtype is checked here
-    """The array's first byte; ValueError unless it is contiguous and of `dtype`."""
-    if array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"need a contiguous array of {dtype}, got {array.dtype}")
-    return array.ctypes.data
-
-
-def page_address(page: ByteArray) -> int:
-    """Address of a control page; ValueError unless it can hold aligned atomics."""
-    address = address_of(page, np.uint8)
-    if page.size < 16 or address % 8 or not page.flags.writeable:
-        raise ValueError("a control page is at least 16 writable bytes, 8-byte aligned")
-    return address
-
-
-def geometry_struct(geometry: LeafGeometry) -> GeometryStruct:
-    """The C form of a geometry."""
-    return GeometryStruct(*(getattr(geometry, name) for name in LeafGeometry.__slots__))
-
-
-def raise_for(result: ResultStruct) -> None:
-    """RangeError or ValueError for a status that is not OK."""
-    status = result.status
-    if status == 0:
-        return
-    if status in _RANGE_ERRORS:
-        raise RangeError(_RANGE_ERRORS[status], result.index)
-    if status == _LEAF_ORDER:
-        raise ValueError(f"leaf {result.index} is not in order of after_span")
-    if status == _BAD_GEOMETRY:
-        raise ValueError("the geometry does not fit the region")
-    assert status == _SYSTEM, status
-    raise OSError("the eventfd cannot be written")
+        raise_for(self._result.status, self._result.index)
 
 
 def _check_sizes(

@@ -7,7 +7,10 @@ may see a layer too early and then finds a wrong digest, which costs a recompute
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import deque
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 import xxhash
@@ -22,7 +25,15 @@ from moonpool.native.geometry import (
     LeafGeometry,
     RangeError,
 )
-from moonpool.native.kernels import ControlPage, LayerFinisher, Progress
+from moonpool.native.kernels import (
+    ControlPage,
+    CopyCancelledError,
+    CopyQueue,
+    CopyRoute,
+    CopyTicket,
+    LayerFinisher,
+    Progress,
+)
 
 
 class FallbackKernels:
@@ -93,6 +104,9 @@ class FallbackKernels:
             target[to : to + length] = source[from_ : from_ + length]
         return self.verify_leaves(target, geometry, checks)
 
+    def copy_queue(self) -> CopyQueue:
+        return FallbackCopyQueue(self)
+
     def control_page(self, page: ByteArray) -> ControlPage:
         return FallbackControlPage(page)
 
@@ -157,6 +171,84 @@ class FallbackLayerFinisher:
         self._page.publish(step, layer + 1)
         if self._eventfd >= 0:
             os.eventfd_write(self._eventfd, 1)
+
+
+class FallbackTicket:
+    """CopyTicket over a future."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[BoolArray]) -> None:
+        self._future = future
+
+    def cancel(self) -> bool:
+        return self._future.cancel()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> BoolArray | None:
+        try:
+            is_bad = self._future.result(timeout=0)
+            return is_bad if is_bad.any() else None
+        except CancelledError:
+            raise CopyCancelledError from None
+
+
+class FallbackCopyQueue:
+    """CopyQueue on a Python thread; it shares the interpreter lock with its caller."""
+
+    def __init__(self, kernels: FallbackKernels) -> None:
+        self._kernels = kernels
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
+        self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pending: deque[FallbackTicket] = deque()
+
+    def fileno(self) -> int:
+        return self._eventfd
+
+    def route(self, source: ByteArray, target: ByteArray, geometry: LeafGeometry) -> CopyRoute:
+        if not target.flags.writeable:
+            raise ValueError("the target is read-only")
+        return CopyRoute(
+            source=source,
+            target=target,
+            geometry=geometry,
+            source_address=0,
+            target_address=0,
+            geometry_address=0,
+        )
+
+    def submit(self, route: CopyRoute, spans: Int64Array, checks: LeafCheckArray) -> CopyTicket:
+        future = self._executor.submit(
+            self._kernels.copy_verify, route.source, route.target, spans, route.geometry, checks
+        )
+        ticket = FallbackTicket(future)
+        self._pending.append(ticket)
+        future.add_done_callback(self._ring)
+        return ticket
+
+    def _ring(self, _future: Future[BoolArray]) -> None:
+        os.eventfd_write(self._eventfd, 1)
+
+    def finished(self) -> list[CopyTicket]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._eventfd)
+        tickets: list[CopyTicket] = []
+        while self._pending and self._pending[0].is_finished:
+            tickets.append(self._pending.popleft())
+        return tickets
+
+    def close(self) -> list[CopyTicket]:
+        if self._eventfd < 0:
+            return []
+        self._executor.shutdown(cancel_futures=True)
+        os.close(self._eventfd)
+        self._eventfd = -1
+        tickets: list[CopyTicket] = list(self._pending)
+        self._pending.clear()
+        return tickets
 
 
 def _planes(pool: ByteArray, geometry: LeafGeometry, block: int, layer: int) -> list[ByteArray]:

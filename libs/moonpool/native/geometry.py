@@ -106,8 +106,8 @@ def leaf_checks(
     after_span: npt.ArrayLike = -1,
 ) -> LeafCheckArray:
     """LEAF_CHECK_DTYPE[n] from parallel columns; scalars are broadcast. The order is the caller's."""
-    columns = np.broadcast_arrays(blocks, layers, expected, after_span)
-    checks = np.empty(columns[0].shape, LEAF_CHECK_DTYPE)
-    for name, column in zip(("block", "layer", "expected", "after_span"), columns, strict=True):
+    columns = (("block", blocks), ("layer", layers), ("expected", expected))
+    checks = np.empty(max(np.size(column) for _, column in columns), LEAF_CHECK_DTYPE)
+    for name, column in (*columns, ("after_span", after_span)):
         checks[name] = column
     return checks

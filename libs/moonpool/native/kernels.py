@@ -67,6 +67,66 @@ class LayerFinisher(Protocol):
         ...
 
 
+class CopyCancelledError(Exception):
+    """The job was cancelled before it ran, or its queue was closed; it wrote nothing."""
+
+
+class CopyTicket(Protocol):
+    """One job of a CopyQueue. Keeps its arrays alive."""
+
+    def cancel(self) -> bool:
+        """True if the job will never write a byte. It is told as finished all the same."""
+        ...
+
+    def result(self) -> BoolArray | None:
+        """bool[number of checks], True where the copy is bad; None if none is.
+
+        Only after it was told as finished.
+
+        Raises:
+            RangeError: Nothing was written.
+            CopyCancelledError: It was cancelled.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CopyRoute:
+    """Two memories between which jobs copy; keeps both alive. Made by CopyQueue.route."""
+
+    source: ByteArray
+    target: ByteArray
+    geometry: LeafGeometry
+    source_address: int
+    target_address: int
+    geometry_address: int
+
+
+class CopyQueue(Protocol):
+    """Verified copies in a thread of their own, in order of submission. One caller.
+
+    Read `fileno()` (an eventfd) for readiness, then call `finished()`.
+    """
+
+    def fileno(self) -> int: ...
+
+    def route(self, source: ByteArray, target: ByteArray, geometry: LeafGeometry) -> CopyRoute:
+        """Where jobs copy from and to, looked up once. `geometry` is the target's."""
+        ...
+
+    def submit(self, route: CopyRoute, spans: Int64Array, checks: LeafCheckArray) -> CopyTicket:
+        """Queue what Kernels.copy_verify does."""
+        ...
+
+    def finished(self) -> list[CopyTicket]:
+        """Jobs that finished since the last call, in order. Clears the eventfd."""
+        ...
+
+    def close(self) -> list[CopyTicket]:
+        """Cancel what is queued, wait for what runs; returns all that was not told yet."""
+        ...
+
+
 class Kernels(Protocol):
     """Calls release the interpreter lock in the compiled form."""
 
@@ -115,6 +175,10 @@ class Kernels(Protocol):
         Returns:
             bool[len(checks)]: True where the copy's digest differs from `expected`.
         """
+        ...
+
+    def copy_queue(self) -> CopyQueue:
+        """A new thread for copies; the caller closes it."""
         ...
 
     def control_page(self, page: ByteArray) -> ControlPage:

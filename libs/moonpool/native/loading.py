@@ -6,10 +6,13 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.native.build import LIBRARY_NAME
-from moonpool.native.compiled import CompiledKernels, LoadError, load_library
+from moonpool.native.binding import LoadError, load_library
+from moonpool.native.compiled import CompiledKernels
 from moonpool.native.fallback import FallbackKernels
 from moonpool.native.kernels import Kernels
+
+#: As native/build.py names it; not imported, since `python -m` runs that module.
+LIBRARY_NAME = "libmoonpool_native.so"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,10 @@
+"""Reading KV blocks out of a peer's pool, one-sided and verified.
+
+    base          KvRead, ReadResult, and the Transport and KvPeer protocols
+    shm           a peer on this host: copies out of its memory, mapped read-only
+    grpc_reader   any peer: a stream of raw bytes; grpc_server is its other end
+    select        which transport to take for a peer, announced
+    copy_thread   where copies and digests run: off the event loop
+
+A reader only ever writes its own memory. It trusts no byte before the digest of its own copy matches.
+"""

@@ -22,7 +22,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/library.py has the same number. */
-#define MP_ABI_VERSION 1
+#define MP_ABI_VERSION 2
 
 enum {
     MP_OK = 0,

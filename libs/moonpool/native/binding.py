@@ -1,0 +1,170 @@
+"""ctypes over libmoonpool_native.so: signatures, structs, and what a status means."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
+from moonpool.native.kernels import CopyCancelledError
+
+#: MP_ABI_VERSION of src/moonpool_native.h.
+ABI_VERSION = 2
+
+_RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail"}
+_LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
+
+
+class GeometryStruct(ctypes.Structure):
+    """`mp_geometry`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in LeafGeometry.__slots__]
+
+
+class ResultStruct(ctypes.Structure):
+    """`mp_result`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("status", "index", "num_bad")]
+
+
+class JobStruct(ctypes.Structure):
+    """`mp_job` of src/copy_queue.c, its result inlined."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("source_bytes", ctypes.c_int64),
+        ("target", ctypes.c_void_p),
+        ("target_bytes", ctypes.c_int64),
+        ("spans", ctypes.c_void_p),
+        ("num_spans", ctypes.c_int64),
+        ("geometry", ctypes.c_void_p),
+        ("leaves", ctypes.c_void_p),
+        ("num_leaves", ctypes.c_int64),
+        ("is_bad", ctypes.c_void_p),
+        ("status", ctypes.c_int64),
+        ("index", ctypes.c_int64),
+        ("num_bad", ctypes.c_int64),
+        ("state", ctypes.c_int64),
+        ("next", ctypes.c_void_p),
+    )
+
+
+class LoadError(Exception):
+    """The library is missing, of another ABI version, or cannot be loaded here."""
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load and declare every function.
+
+    Raises:
+        LoadError: With the reason in words.
+    """
+    if not path.exists():
+        raise LoadError("it was not built")
+    try:
+        library = ctypes.CDLL(str(path))
+        library.mp_abi_version.restype = ctypes.c_int64
+        version = library.mp_abi_version()
+    except (OSError, AttributeError) as error:
+        raise LoadError(f"it cannot be loaded: {error}") from error
+    if version != ABI_VERSION:
+        raise LoadError(f"it was built from other sources (ABI {version}, need {ABI_VERSION})")
+    pointer, int64, uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+    uint32, int32 = ctypes.c_uint32, ctypes.c_int32
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "mp_isa": (ctypes.c_char_p, []),
+        "mp_digest": (uint64, [pointer, int64]),
+        "mp_write_leaves": (None, [pointer, pointer, pointer, int64, int64, pointer, pointer]),
+        "mp_zero_tails": (None, [pointer, pointer, pointer, int64, int64, pointer]),
+        "mp_verify_leaves": (None, [pointer, pointer, pointer, int64, pointer, pointer]),
+        "mp_copy_verify": (
+            None,
+            [
+                pointer,
+                int64,
+                pointer,
+                int64,
+                pointer,
+                int64,
+                pointer,
+                pointer,
+                int64,
+                pointer,
+                pointer,
+            ],
+        ),
+        "mp_finish_layer": (
+            None,
+            [
+                pointer,
+                pointer,
+                pointer,
+                int64,
+                pointer,
+                int64,
+                int64,
+                pointer,
+                pointer,
+                uint64,
+                uint32,
+                int32,
+                pointer,
+            ],
+        ),
+        "mp_begin_step": (None, [pointer, uint64, uint64]),
+        "mp_publish": (None, [pointer, uint64, uint32]),
+        "mp_end_step": (None, [pointer]),
+        "mp_progress": (uint64, [pointer]),
+        "mp_started_ns": (uint64, [pointer]),
+        "mp_queue_create": (pointer, [int32]),
+        "mp_queue_submit": (None, [pointer, pointer]),
+        "mp_job_cancel": (int64, [pointer]),
+        "mp_queue_finished": (uint64, [pointer]),
+        "mp_queue_close": (None, [pointer]),
+    }
+    for name, (restype, argtypes) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = restype, argtypes
+    return library
+
+
+def address_of(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> int:  # Any: dtype is checked here
+    """The array's first byte; ValueError unless it is contiguous and of `dtype`."""
+    if (array.dtype is not dtype and array.dtype != dtype) or not array.flags.c_contiguous:
+        raise ValueError(f"need a contiguous array of {dtype}, got {array.dtype}")
+    return array.ctypes.data
+
+
+def page_address(page: ByteArray) -> int:
+    """Address of a control page; ValueError unless it can hold aligned atomics."""
+    address = address_of(page, np.uint8)
+    if page.size < 16 or address % 8 or not page.flags.writeable:
+        raise ValueError("a control page is at least 16 writable bytes, 8-byte aligned")
+    return address
+
+
+@functools.cache
+def geometry_struct(geometry: LeafGeometry) -> GeometryStruct:
+    """The C form of a geometry; never written, and kept for ever: addresses of it are."""
+    return GeometryStruct(*(getattr(geometry, name) for name in LeafGeometry.__slots__))
+
+
+def raise_for(status: int, index: int) -> None:
+    """RangeError, ValueError or CopyCancelledError for a status that is not OK."""
+    if status == 0:
+        return
+    if status in _RANGE_ERRORS:
+        raise RangeError(_RANGE_ERRORS[status], index)
+    if status == _LEAF_ORDER:
+        raise ValueError(f"leaf {index} is not in order of after_span")
+    if status == _BAD_GEOMETRY:
+        raise ValueError("the geometry does not fit the region")
+    if status == _CLOSED:
+        raise CopyCancelledError
+    assert status == _SYSTEM, status
+    raise OSError("the eventfd cannot be written")
