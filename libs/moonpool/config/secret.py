@@ -7,7 +7,6 @@ internal calls. Only its fingerprint is ever sent.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import os
 import secrets
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.errors import ConfigError
+from moonpool.kv.block_hash import secret_fingerprint
 
 FILE_NAME = "cluster.secret"
 _NUM_BYTES = 32
@@ -30,15 +30,12 @@ class ClusterSecret:
     @property
     def fingerprint(self) -> str:
         """16 hex digits that tell whether two processes have the same secret, and nothing else."""
-        return self._derive("fingerprint").hex()[:16]
+        return secret_fingerprint(self.value)
 
     @property
     def rpc_key(self) -> str:
         """Bearer token of internal gRPC calls."""
-        return self._derive("rpc").hex()
-
-    def _derive(self, purpose: str) -> bytes:
-        return hmac.digest(self.value, f"moonpool {purpose}".encode(), hashlib.sha256)
+        return hmac.digest(self.value, b"moonpool rpc key 1", "sha256").hex()
 
 
 def load_or_create_secret(data_dir: Path) -> ClusterSecret:

@@ -46,22 +46,18 @@ def layout_from_pb(message: pb.KvLayout, path: str = "layout") -> KvLayout:
     """Raises InvalidMessageError."""
     if not 1 <= len(message.groups) <= _MAX_GROUPS:
         raise invalid(f"{path}.groups", f"are {len(message.groups)}; allowed is 1 to {_MAX_GROUPS}")
-    groups: list[KvGroup] = []
-    next_layer = 0
-    for index, item in enumerate(message.groups):
-        group = _group_from_pb(item, f"{path}.groups[{index}]")
-        if group.first_layer != next_layer:
-            raise invalid(
-                f"{path}.groups[{index}].first_layer",
-                f"is {group.first_layer}; the layers before it end at {next_layer}",
-            )
-        next_layer += group.num_layers
-        groups.append(group)
-    return KvLayout(
+    layout = KvLayout(
         block_size=between(message.block_size, f"{path}.block_size", low=1, high=1_024),
         num_blocks=between(message.num_blocks, f"{path}.num_blocks", low=1, high=2**31 - 1),
-        groups=tuple(groups),
+        groups=tuple(
+            _group_from_pb(group, f"{path}.groups[{index}]")
+            for index, group in enumerate(message.groups)
+        ),
     )
+    problems = layout.problems()
+    if problems:
+        raise invalid(path, f"does not make sense: {'; '.join(problems)}")
+    return layout
 
 
 def region_to_pb(region: KvRegion) -> pb.KvRegion:
@@ -77,7 +73,7 @@ def region_to_pb(region: KvRegion) -> pb.KvRegion:
 
 
 def region_from_pb(message: pb.KvRegion, path: str = "region") -> KvRegion:
-    """Raises InvalidMessageError: also for a layout that reaches beyond the pool."""
+    """Raises InvalidMessageError: also for a layout that is larger than the pool."""
     region = KvRegion(
         worker=worker_key_from_pb(message.worker, f"{path}.worker"),
         layout=layout_from_pb(message.layout, f"{path}.layout"),
@@ -87,19 +83,11 @@ def region_from_pb(message: pb.KvRegion, path: str = "region") -> KvRegion:
         fd_socket=text(message.fd_socket, f"{path}.fd_socket", max_length=107),
         grpc_address=text(message.grpc_address, f"{path}.grpc_address"),
     )
-    layout = region.layout
-    for index, group in enumerate(layout.groups):
-        end = (
-            (layout.num_blocks - 1) * group.block_stride_bytes
-            + (group.num_layers - 1) * group.layer_stride_bytes
-            + (len(group.planes) - 1) * group.plane_stride_bytes
-            + layout.plane_bytes(group)
+    if region.pool_bytes < region.layout.pool_bytes:
+        raise invalid(
+            f"{path}.pool_bytes",
+            f"is {region.pool_bytes}; the layout needs {region.layout.pool_bytes}",
         )
-        if end > region.pool_bytes:
-            raise invalid(
-                f"{path}.layout.groups[{index}]",
-                f"reaches byte {end} of a pool of {region.pool_bytes}",
-            )
     return region
 
 

@@ -1,0 +1,190 @@
+"""Failpoints: parse the rules, count the hits, act.
+
+Grammar, rules separated by `;`:
+
+    place[(value)]=action[:argument][@n][,once]
+
+    prefill.after_layer(3)=kill       SIGKILL for this process when layer 3 is done
+    decode.after_token=kill@5         at the fifth hit
+    transport.read=flip@1             the place itself damages what it holds (flip, drop, refuse)
+    engine.after_step=sleep:200       blocks the calling thread for 200 ms at each hit
+    router.after_token=error:boom     raises FailpointError
+    engine.after_step=exit:3          ends the process without clean-up
+    decode.after_token=kill@5,once    once per cluster: a restarted process does not die again
+
+`(value)` matches only hits with that value; `@n` counts the hits that match. `once` claims a file in the
+state directory before it acts, so the first process to get there is the only one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from moonpool.errors import ConfigError
+from moonpool.failpoints.places import PLACES
+
+#: Actions that end, stop or raise here, and those that the place carries out itself.
+OWN_ACTIONS = ("kill", "exit", "error", "sleep")
+PLACE_ACTIONS = ("flip", "drop", "refuse")
+
+_RULE = re.compile(
+    r"(?P<place>[a-z_.]+)(?:\((?P<value>-?\d+)\))?"
+    r"=(?P<action>[a-z]+)(?::(?P<argument>[^@,;]*))?(?:@(?P<nth>\d+))?(?P<once>,once)?"
+)
+
+
+class FailpointError(RuntimeError):
+    """What `error` raises: an unexpected exception, as a bug would."""
+
+
+@dataclass(slots=True)
+class _Rule:
+    text: str
+    value: int | None
+    action: str
+    argument: str
+    #: Which matching hit acts; None: each.
+    nth: int | None
+    once_file: Path | None
+    num_hits: int = 0
+
+
+class Failpoints:
+    """The rules of one process. Not thread-safe: hit it from the thread that owns the place."""
+
+    def __init__(self, rules: dict[str, list[_Rule]]) -> None:
+        self._rules = rules
+
+    @classmethod
+    def off(cls) -> Failpoints:
+        return cls({})
+
+    @classmethod
+    def parse(cls, spec: str, *, is_allowed: bool, state_dir: Path | None = None) -> Failpoints:
+        """Read the rules.
+
+        Args:
+            spec: See the file's head; empty for none.
+            is_allowed: `unsafe_failpoints` of the configuration.
+            state_dir: Shared by the cluster; needed by `once`.
+
+        Raises:
+            ConfigError: Not allowed, or a rule that makes no sense.
+        """
+        texts = [text.strip() for text in spec.split(";") if text.strip()]
+        if texts and not is_allowed:
+            raise ConfigError(
+                "failpoints are set: allowed only with unsafe_failpoints = true "
+                "(--unsafe-failpoints)"
+            )
+        rules: dict[str, list[_Rule]] = {}
+        for text in texts:
+            place, rule = _parse_rule(text, state_dir)
+            rules.setdefault(place, []).append(rule)
+        return cls(rules)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._rules)
+
+    def hit(self, place: str, value: int | None = None) -> str | None:
+        """Pass a place: act if a rule says so.
+
+        Returns:
+            The action that the place must carry out itself (`flip`, `drop`, `refuse`), or None.
+
+        Raises:
+            FailpointError: The rule says `error`.
+        """
+        if not self._rules:
+            return None
+        for rule in self._rules.get(place, ()):
+            if rule.value is not None and rule.value != value:
+                continue
+            rule.num_hits += 1
+            if rule.nth is not None and rule.num_hits != rule.nth:
+                continue
+            if rule.once_file is not None and not _claim(rule.once_file):
+                continue
+            result = _act(rule)
+            if result is not None:
+                return result
+        return None
+
+
+def _parse_rule(text: str, state_dir: Path | None) -> tuple[str, _Rule]:
+    match = _RULE.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"failpoints: {text!r} is no rule; allowed is place[(value)]=action[:argument][@n][,once]"
+        )
+    place, action, argument = match["place"], match["action"], match["argument"] or ""
+    if place not in PLACES:
+        close = difflib.get_close_matches(place, PLACES, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"failpoints: there is no place {place!r}; {hint}allowed are {', '.join(sorted(PLACES))}"
+        )
+    if action not in (*OWN_ACTIONS, *PLACE_ACTIONS):
+        raise ConfigError(
+            f"failpoints: {action!r} in {text!r} is no action; allowed are "
+            f"{', '.join((*OWN_ACTIONS, *PLACE_ACTIONS))}"
+        )
+    if (action == "sleep" or (action == "exit" and argument)) and not argument.isdigit():
+        what = "milliseconds" if action == "sleep" else "an exit code"
+        raise ConfigError(f"failpoints: {text!r} needs {what}, like {action}:3")
+    if match["nth"] == "0":
+        raise ConfigError(f"failpoints: {text!r}: hits count from 1")
+    once_file = None
+    if match["once"]:
+        if state_dir is None:
+            raise ConfigError(f"failpoints: {text!r}: this process has no directory for ,once")
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        once_file = state_dir / f"failpoint-{place}-{digest}"
+    return place, _Rule(
+        text=text,
+        value=int(match["value"]) if match["value"] is not None else None,
+        action=action,
+        argument=argument,
+        nth=int(match["nth"]) if match["nth"] is not None else None,
+        once_file=once_file,
+    )
+
+
+def _act(rule: _Rule) -> str | None:
+    match rule.action:
+        case "kill":
+            _kill_self()
+        case "exit":
+            os._exit(int(rule.argument or "1"))
+        case "error":
+            raise FailpointError(rule.argument or rule.text)
+        case "sleep":
+            time.sleep(int(rule.argument) / 1_000)
+            return None
+        case _:
+            return rule.action
+
+
+def _kill_self() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    # The signal is on its way; nothing more may happen in this thread.
+    while True:
+        signal.pause()
+
+
+def _claim(path: Path) -> bool:
+    """True for the first process of the cluster that gets here."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        return True
+    return False

@@ -1,0 +1,19 @@
+"""Every place, with what its value is. A name that is not here is refused, so that a typo is seen."""
+
+from __future__ import annotations
+
+PLACES = {
+    "engine.before_frame": "engine: the frame of a step is about to leave",
+    "engine.after_step": "engine: the model has run a step",
+    "prefill.after_layer": "engine: a layer of a step with a prompt is readable; value: the layer",
+    "prefill.before_open": "prefill service: a handoff stream has arrived",
+    "prefill.before_commit": "prefill service: the commit is about to be sent",
+    "prefill.after_commit": "prefill service: the commit has been sent",
+    "decode.after_reserve": "decode service: blocks are reserved, the handoff stream not yet open",
+    "decode.after_read": "decode service: a read has ended; value: how many of this attempt",
+    "decode.before_admit": "decode service: all KV has arrived, the request is not yet admitted",
+    "decode.after_token": "decode service: tokens of a request leave; value: the last position",
+    "transport.read": "reader: bytes have been copied, not yet verified; flip damages them",
+    "router.before_dispatch": "router: an attempt is placed, nothing is sent",
+    "router.after_token": "router: tokens of a request have come; value: the last position",
+}

@@ -1,0 +1,176 @@
+"""Every metric and span name, with unit, labels and buckets. Label values come from bounded sets."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class MetricKind(enum.Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric. Counters end in _total; the unit is in the name."""
+
+    name: str
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...] = ()
+    #: Upper bounds, in the name's unit; histograms only.
+    buckets: tuple[float, ...] = ()
+
+
+#: OpenTelemetry's gen_ai.server buckets.
+_REQUEST_S = (
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.16,
+    0.32,
+    0.64,
+    1.28,
+    2.56,
+    5.12,
+    10.24,
+    20.48,
+    40.96,
+    81.92,
+)
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5)
+_STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+def _counter(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind=MetricKind.COUNTER, help=help_text, labels=labels)
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind=MetricKind.GAUGE, help=help_text, labels=labels)
+
+
+def _histogram(name: str, help_text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(
+        name=name, kind=MetricKind.HISTOGRAM, help=help_text, labels=labels, buckets=buckets
+    )
+
+
+# -- every process --
+
+BUILD_INFO = _gauge("moonpool_build_info", "1; the labels say what runs.", "version", "process")
+EVENT_LOOP_LAG = _histogram(
+    "moonpool_event_loop_lag_seconds", "How late the event loop wakes a sleeper.", _LAG_S
+)
+NATS_CONNECTED = _gauge("moonpool_nats_connected", "1 while the control bus is connected.")
+
+# -- router --
+
+REQUESTS = _counter(
+    "moonpool_requests_total",
+    "Requests that ended, by HTTP or gRPC status and error code (empty if none).",
+    "model", "endpoint", "status", "error_code",
+)  # fmt: skip
+QUEUE_REQUESTS = _gauge("moonpool_queue_requests", "Requests that wait for a worker.", "priority")
+INFLIGHT_REQUESTS = _gauge("moonpool_inflight_requests", "Requests placed and not ended.")
+TTFT = _histogram("moonpool_ttft_seconds", "Arrival to first token.", _TTFT_S, "model")
+ITL = _histogram("moonpool_itl_seconds", "Gap between tokens of one answer.", _GAP_S, "model")
+E2E = _histogram("moonpool_e2e_seconds", "Arrival to last token.", _REQUEST_S, "model")
+STAGE = _histogram(
+    "moonpool_stage_seconds",
+    "Time in tokenize, queue, route, prefill, transfer, first_decode, detokenize.",
+    _STAGE_S, "stage",
+)  # fmt: skip
+PROMPT_TOKENS = _counter(
+    "moonpool_prompt_tokens_total", "Prompt tokens of requests that ended.", "model"
+)
+GENERATION_TOKENS = _counter("moonpool_generation_tokens_total", "Tokens sent to clients.", "model")
+CACHED_TOKENS = _counter(
+    "moonpool_actual_hit_tokens_total", "Prompt tokens that no worker had to compute.", "model"
+)
+ROUTE_DECISIONS = _counter(
+    "moonpool_route_decisions_total", "Placements: local or remote prefill, and why.", "reason"
+)
+MIGRATIONS = _counter(
+    "moonpool_migrations_total", "Requests that went on elsewhere after their first token.", "kind"
+)
+RETRIES = _counter(
+    "moonpool_retries_total", "Attempts after the first, by what ended the last.", "reason"
+)
+CANCELLED = _counter("moonpool_cancelled_total", "Requests whose client went away.", "phase")
+REJECTED = _counter("moonpool_rejected_total", "Requests refused at the door.", "reason")
+WORKER_STATE = _gauge("moonpool_worker_state", "Workers known, by state.", "role", "state")
+
+# -- workers --
+
+KV_BLOCKS = _gauge(
+    "moonpool_kv_blocks",
+    "Blocks of the pool, by state: free, cached, active, quarantine.",
+    "tier",
+    "state",
+)
+KV_TRANSFER = _histogram(
+    "moonpool_kv_transfer_seconds", "One read of KV from a peer.", _STAGE_S, "backend"
+)
+KV_TRANSFER_BYTES = _counter(
+    "moonpool_kv_transfer_bytes_total", "KV bytes read from peers.", "backend"
+)
+KV_CHECKSUM_MISMATCH = _counter(
+    "moonpool_kv_checksum_mismatch_total", "Blocks whose copy did not match its digest.", "backend"
+)
+STEP = _histogram(
+    "moonpool_step_seconds",
+    "Engine step, by part: forward, logits, sample, other.",
+    _STEP_S,
+    "part",
+)
+STEP_TOKENS = _counter("moonpool_step_tokens_total", "Tokens computed by the engine.")
+PREEMPTIONS = _counter("moonpool_preemptions_total", "Requests whose blocks went to older ones.")
+REFUSED_ATTEMPTS = _counter(
+    "moonpool_refused_attempts_total", "Attempts that a worker refused.", "reason"
+)
+HANDED_BACK = _counter("moonpool_handed_back_total", "Attempts that a worker gave back.", "reason")
+
+METRICS: tuple[Metric, ...] = tuple(
+    value for value in tuple(globals().values()) if isinstance(value, Metric)
+)
+
+# -- spans: one trace per request --
+
+#: The root: `chat <model>` or `text_completion <model>`.
+SPAN_CHAT = "chat"
+SPAN_COMPLETION = "text_completion"
+SPAN_TOKENIZE = "tokenize"
+SPAN_QUEUE = "queue"
+SPAN_ROUTE = "route"
+SPAN_ATTEMPT = "attempt"
+SPAN_PREFILL = "prefill"
+SPAN_KV_TRANSFER = "kv.transfer"
+SPAN_DECODE = "decode"
+
+EVENT_FIRST_TOKEN = "first_token"
+EVENT_LAYERS_READY = "layers_ready"
+EVENT_LAYERS_VERIFIED = "layers_verified"
+EVENT_PREEMPTED = "preempted"
+EVENT_MIGRATED = "migrated"
+
+ATTR_PROCESS = "moonpool.process"
+ATTR_REQUEST_ID = "moonpool.request_id"
+ATTR_ATTEMPT = "moonpool.attempt"
+ATTR_WORKER = "moonpool.worker"
+ATTR_BYTES = "moonpool.kv.bytes"
+ATTR_BACKEND = "moonpool.kv.backend"
+ATTR_REASON = "moonpool.reason"
+ATTR_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ATTR_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+ATTR_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+ATTR_MODEL = "gen_ai.request.model"
+ATTR_OPERATION = "gen_ai.operation.name"
+ATTR_PROVIDER = "gen_ai.provider.name"
+ATTR_ERROR = "error.type"
