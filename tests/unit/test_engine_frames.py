@@ -39,6 +39,7 @@ from moonpool.ids import AttemptId, BlockId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
+from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvLayout
 from moonpool.wire.engine_frames import (
     MAX_FRAME_BYTES,
@@ -51,6 +52,7 @@ from moonpool.wire.engine_frames import (
     EngineSteps,
     FrameBuffer,
     FromEngine,
+    TimedFrame,
     decode_from_engine,
     decode_to_engine,
     encode_from_engine,
@@ -130,8 +132,9 @@ REPLIES: tuple[Reply, ...] = (
 )
 
 
-def make_frame(*replies: Reply, step: int = 1) -> CoreFrame:
-    return CoreFrame(step=step, replies=replies, ledger=LEDGER)
+def make_frame(*replies: Reply, step: int = 1) -> TimedFrame:
+    frame = CoreFrame(step=step, replies=replies, ledger=LEDGER)
+    return TimedFrame(frame=frame, computed_unix_ns=step)
 
 
 def test_commands_survive_the_wire() -> None:
@@ -147,21 +150,24 @@ def test_commands_survive_the_wire() -> None:
     "message",
     [
         EngineMapped(pid=7),
-        EngineReady(load_s=1.5, num_parameters=12),
+        EngineReady(load_s=1.5),
         EngineFailed(code="invalid_model", message="no such file"),
         EngineSteps(
             frames=(
-                CoreFrame(
-                    step=9,
-                    replies=REPLIES,
-                    ledger=LEDGER,
-                    num_queued_tokens=1,
-                    num_preemptions=2,
-                    forward_s=0.25,
-                    logits_s=0.5,
-                    sample_s=1.0,
-                    other_s=2.0,
-                    num_step_tokens=3,
+                TimedFrame(
+                    frame=CoreFrame(
+                        step=9,
+                        replies=REPLIES,
+                        ledger=LEDGER,
+                        num_queued_tokens=1,
+                        num_preemptions=2,
+                        forward_s=0.25,
+                        logits_s=0.5,
+                        sample_s=1.0,
+                        other_s=2.0,
+                        num_step_tokens=3,
+                    ),
+                    computed_unix_ns=1_700_000_000_123_456_789,
                 ),
                 make_frame(step=0),
             )
@@ -178,12 +184,17 @@ def test_boot_survives_the_wire() -> None:
         worker_id="d0",
         incarnation="00aa",
         model_path="models/tiny",
+        model_name="tiny",
+        data_dir="data",
         dtype="float32",
         layout=KvLayout.block_major(
             num_blocks=8, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32"
         ),
         core=CoreConfig(num_blocks=8, eos_token_ids=(1, 2)),
-        namespace_seed=b"\x00" * 32,
+        namespace=ModelNamespace(
+            model_fingerprint="ab", compute_dtype="float32", kv_dtype="float32", block_size=16
+        ),
+        secret=b"\x00" * 32,
         pool_fd=3,
         leaves_fd=4,
         control_fd=5,
@@ -219,7 +230,7 @@ def test_a_stream_may_be_cut_anywhere() -> None:
         msgspec.msgpack.encode([2, "pid"]),
         msgspec.msgpack.encode([2, 1, "one too many"]),
         msgspec.msgpack.encode(
-            [6, [[1, [[31, ["r", 1], "because"]], [0] * 9, 0, 0, 0, 0, 0, 0, 0]]]
+            [6, [[0, 1, [[31, ["r", 1], "because"]], [0] * 9, 0, 0, 0, 0, 0, 0, 0]]]
         ),
         encode_to_engine(EngineCommands(commands=()))[4:],
     ],
@@ -249,7 +260,7 @@ def test_a_length_out_of_step_is_refused() -> None:
 def test_waiting_frames_merge_but_a_chunk_keeps_its_step() -> None:
     token = REPLIES[10]
     chunk = ChunkPlanned(attempt_id=ATTEMPT, start=0, end=16)
-    waiting: list[CoreFrame] = []
+    waiting: list[TimedFrame] = []
     merge_frames(waiting, make_frame(token, step=1))
     merge_frames(waiting, make_frame(token, step=2))
     assert waiting == [make_frame(token, token, step=2)]

@@ -27,7 +27,7 @@ import array
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -64,7 +64,8 @@ from moonpool.ids import AttemptId, BlockId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
-from moonpool.kv.layout import KvLayout
+from moonpool.kv.block_hash import ModelNamespace
+from moonpool.kv.layout import KvDtype, KvLayout
 
 #: Far above the longest prompt; a length beyond it means that the stream is out of step.
 MAX_FRAME_BYTES = 64 << 20
@@ -88,11 +89,15 @@ class EngineBoot:
     incarnation: str
     #: Directory of the model's files (resolved by hub/ in the service process).
     model_path: str
-    dtype: str
+    model_name: str
+    data_dir: str
+    dtype: KvDtype
     layout: KvLayout
     core: CoreConfig
-    #: What seeds the block hash chain of every request: the model's namespace, keyed by the cluster.
-    namespace_seed: bytes
+    #: With a request's tenant, salt and adapter: what seeds its block hash chain.
+    namespace: ModelNamespace
+    #: The cluster's secret, which keys the seeds.
+    secret: bytes = field(repr=False)
     pool_fd: int
     leaves_fd: int
     control_fd: int
@@ -120,7 +125,6 @@ class EngineReady:
     """The model is loaded and warm."""
 
     load_s: float
-    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +143,19 @@ class EngineCommands:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedFrame:
+    """A frame of the core, and when the step whose results it holds was computed."""
+
+    frame: CoreFrame
+    #: Wall clock at the end of the runner's work; 0 if no step was computed.
+    computed_unix_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSteps:
     """Frames of the core, in order. Every step but the last one's plan has been computed whole."""
 
-    frames: tuple[CoreFrame, ...]
+    frames: tuple[TimedFrame, ...]
 
 
 ToEngine = EngineBoot | EngineCommands
@@ -165,7 +178,6 @@ class _Mapped(_Wire, tag=2):
 
 class _Ready(_Wire, tag=3):
     load_s: float
-    num_parameters: int
 
 
 class _Failed(_Wire, tag=4):
@@ -338,6 +350,7 @@ class _Ledger(_Wire):
 
 
 class _Frame(_Wire):
+    computed_unix_ns: int
     step: int
     replies: list[_WireReply]
     ledger: _Ledger
@@ -556,9 +569,11 @@ _REPLY_FROM_WIRE: dict[type, Callable[[Any], Reply]] = {
 }
 
 
-def _frame_to_wire(frame: CoreFrame) -> _Frame:
+def _frame_to_wire(timed: TimedFrame) -> _Frame:
+    frame = timed.frame
     ledger = frame.ledger
     return _Frame(
+        timed.computed_unix_ns,
         frame.step,
         [_REPLY_TO_WIRE[type(reply)](reply) for reply in frame.replies],
         _Ledger(
@@ -582,9 +597,9 @@ def _frame_to_wire(frame: CoreFrame) -> _Frame:
     )
 
 
-def _frame_from_wire(wire: _Frame) -> CoreFrame:
+def _frame_from_wire(wire: _Frame) -> TimedFrame:
     ledger = wire.ledger
-    return CoreFrame(
+    frame = CoreFrame(
         step=wire.step,
         replies=tuple([_REPLY_FROM_WIRE[type(reply)](reply) for reply in wire.replies]),
         ledger=BlockLedger(
@@ -606,6 +621,7 @@ def _frame_from_wire(wire: _Frame) -> CoreFrame:
         other_s=wire.other_s,
         num_step_tokens=wire.num_step_tokens,
     )
+    return TimedFrame(frame=frame, computed_unix_ns=wire.computed_unix_ns)
 
 
 # -- the public functions --
@@ -638,7 +654,7 @@ def encode_from_engine(message: FromEngine) -> bytes:
     if isinstance(message, EngineMapped):
         return _framed(_Mapped(message.pid))
     if isinstance(message, EngineReady):
-        return _framed(_Ready(message.load_s, message.num_parameters))
+        return _framed(_Ready(message.load_s))
     return _framed(_Failed(message.code, message.message))
 
 
@@ -653,7 +669,7 @@ def decode_from_engine(payload: bytes | bytearray | memoryview) -> FromEngine:
     if isinstance(wire, _Mapped):
         return EngineMapped(pid=wire.pid)
     if isinstance(wire, _Ready):
-        return EngineReady(load_s=wire.load_s, num_parameters=wire.num_parameters)
+        return EngineReady(load_s=wire.load_s)
     return EngineFailed(code=wire.code, message=wire.message)
 
 
@@ -700,14 +716,14 @@ class FrameBuffer:
                 del data[:offset]
 
 
-def merge_frames(waiting: list[CoreFrame], newest: CoreFrame) -> None:
+def merge_frames(waiting: list[TimedFrame], newest: TimedFrame) -> None:
     """Add a frame to those that could not be sent yet; in place.
 
     The last waiting one is absorbed by the newest unless it plans chunks: a ChunkPlanned belongs to
     its frame's step. So the list stays as short as the prefill work that was accepted, however long
     the reader sleeps.
     """
-    if waiting and not _plans_chunks(waiting[-1]):
+    if waiting and not _plans_chunks(waiting[-1].frame):
         newest = _merged(waiting.pop(), newest)
     waiting.append(newest)
 
@@ -716,16 +732,10 @@ def _plans_chunks(frame: CoreFrame) -> bool:
     return any(isinstance(reply, ChunkPlanned) for reply in frame.replies)
 
 
-def _merged(older: CoreFrame, newer: CoreFrame) -> CoreFrame:
-    return CoreFrame(
-        step=newer.step,
-        replies=older.replies + newer.replies,
-        ledger=newer.ledger,
-        num_queued_tokens=newer.num_queued_tokens,
-        num_preemptions=newer.num_preemptions,
-        forward_s=newer.forward_s,
-        logits_s=newer.logits_s,
-        sample_s=newer.sample_s,
-        other_s=newer.other_s,
-        num_step_tokens=newer.num_step_tokens,
+def _merged(older: TimedFrame, newer: TimedFrame) -> TimedFrame:
+    frame = replace(
+        newer.frame,
+        replies=older.frame.replies + newer.frame.replies,
+        num_preemptions=older.frame.num_preemptions + newer.frame.num_preemptions,
     )
+    return replace(newer, frame=frame)

@@ -15,7 +15,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from moonpool.core.protocol import Abort, BlocksArrived, Command, CoreFrame, Decode, Prefill
+from moonpool.core.protocol import Abort, BlocksArrived, Command, Decode, Prefill
 from moonpool.wire.engine_frames import (
     EngineBoot,
     EngineCommands,
@@ -25,6 +25,7 @@ from moonpool.wire.engine_frames import (
     EngineSteps,
     FrameBuffer,
     FromEngine,
+    TimedFrame,
     decode_from_engine,
     encode_to_engine,
 )
@@ -32,7 +33,7 @@ from moonpool.wire.engine_frames import (
 _READ_BYTES = 1 << 20
 
 #: Called with each frame of the core; a message with several is several calls.
-FrameHandler = Callable[[CoreFrame], None]
+FrameHandler = Callable[[TimedFrame], None]
 
 
 class EngineChannel:
@@ -40,7 +41,7 @@ class EngineChannel:
 
     Args:
         sock: Our end of the socketpair; owned from here on.
-        on_frame: Called for each CoreFrame, on the loop.
+        on_frame: Called for each frame of the core, on the loop.
     """
 
     def __init__(self, sock: socket.socket, on_frame: FrameHandler) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import select
 import socket
 
-from moonpool.core.protocol import Command, CoreFrame
+from moonpool.core.protocol import Command
 from moonpool.wire.engine_frames import (
     EngineBoot,
     EngineCommands,
@@ -21,6 +21,7 @@ from moonpool.wire.engine_frames import (
     EngineReady,
     EngineSteps,
     FrameBuffer,
+    TimedFrame,
     decode_to_engine,
     encode_from_engine,
     merge_frames,
@@ -45,7 +46,7 @@ class EngineLink:
         self._sock = sock
         self._incoming = FrameBuffer()
         #: Frames that wait for room, merged.
-        self._waiting: list[CoreFrame] = []
+        self._waiting: list[TimedFrame] = []
         #: The rest of a frame of which some bytes have left.
         self._partial = memoryview(b"")
 
@@ -82,7 +83,7 @@ class EngineLink:
                 return commands
             self._wait(select.POLLIN if self._flush() else select.POLLIN | select.POLLOUT)
 
-    def send(self, frame: CoreFrame) -> None:
+    def send(self, frame: TimedFrame) -> None:
         """Send it, or keep it merged with those that wait."""
         merge_frames(self._waiting, frame)
         self._flush()

@@ -17,10 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.core.config import CoreConfig
 from moonpool.errors import InternalError, ModelError, MoonpoolError
+from moonpool.kv.block_hash import ModelNamespace
+from moonpool.kv.layout import KvDtype
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.wire.engine_frames import EngineBoot, EngineReady
 from moonpool.worker.engine_channel import EngineChannel, FrameHandler
@@ -48,9 +50,12 @@ class EngineOptions:
     worker_id: str
     incarnation: str
     model_path: str
-    dtype: str
+    model_name: str
+    data_dir: str
+    dtype: KvDtype
     core: CoreConfig
-    namespace_seed: bytes
+    namespace: ModelNamespace
+    secret: bytes = field(repr=False)
     layer_group: int
     cpu_affinity: tuple[int, ...] = ()
     num_threads: int = 1
@@ -117,10 +122,13 @@ class EngineProcess:
                 worker_id=options.worker_id,
                 incarnation=options.incarnation,
                 model_path=options.model_path,
+                model_name=options.model_name,
+                data_dir=options.data_dir,
                 dtype=options.dtype,
                 layout=self._memory.layout,
                 core=options.core,
-                namespace_seed=options.namespace_seed,
+                namespace=options.namespace,
+                secret=options.secret,
                 pool_fd=fds.pool,
                 leaves_fd=fds.leaves,
                 control_fd=fds.control,

@@ -1,0 +1,69 @@
+"""The engine's loop: commands in, one plan run, one frame out. The spine of a worker.
+
+    0. the first frame tells the ledger
+    1. take the commands that have come; sleep here if there was nothing to run
+    2. core.handle(each)
+    3. plan = core.schedule()
+    4. send the frame: results of the step before, the plan of this one
+    5. runner.run(plan, mark); layers are published while it runs
+    6. core.update(result)
+
+It knows neither torch nor processes: tests run it in a thread over a FakeRunner.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from moonpool.clock import Clock
+from moonpool.core.core import Core
+from moonpool.core.step import LayerMark, Runner, StepPlan
+from moonpool.failpoints import Failpoints
+from moonpool.wire.engine_frames import TimedFrame
+from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
+
+
+class StepMark(LayerMark, Protocol):
+    """A LayerMark that is told of each plan."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """The layers to come are those of `plan`."""
+        ...
+
+    def end(self) -> None:
+        """The plan is computed."""
+        ...
+
+
+def run_engine_loop(
+    *,
+    link: EngineLink,
+    core: Core,
+    runner: Runner,
+    mark: StepMark,
+    clock: Clock,
+    failpoints: Failpoints,
+) -> None:
+    """Run until the service closes the link. Anything else that ends it is a bug and raises."""
+    try:
+        link.send(TimedFrame(frame=core.take_frame()))
+        is_idle = True
+        computed_unix_ns = 0
+        while True:
+            for command in link.receive(wait=is_idle):
+                core.handle(command, clock.now())
+            plan = core.schedule(clock.now())
+            failpoints.hit("engine.before_frame")
+            link.send(TimedFrame(frame=core.take_frame(), computed_unix_ns=computed_unix_ns))
+            is_idle = plan is None
+            computed_unix_ns = 0
+            if plan is None:
+                continue
+            mark.begin(plan)
+            result = runner.run(plan, mark)
+            computed_unix_ns = int(clock.unix() * 1e9)
+            mark.end()
+            core.update(result, clock.now())
+            failpoints.hit("engine.after_step")
+    except EngineLinkClosed:
+        return

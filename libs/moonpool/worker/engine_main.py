@@ -1,0 +1,112 @@
+"""The engine process: `python -m moonpool.worker.engine_main SOCKET_FD PARENT_PID`.
+
+The only importer of torch and moonpool.engine outside of the engine itself.
+
+Life
+  1. Bind this life to the service's (death signal now, end of file later).
+  2. Boot message; CPU affinity and threads; map the shared memory; EngineMapped.
+  3. Load the model; EngineReady, or EngineFailed with the reason and exit status 1.
+  4. engine_loop until the service closes its end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from moonpool.clock import SystemClock
+from moonpool.config.schema import TelemetrySettings
+from moonpool.core.core import Core
+from moonpool.engine.runner import load_runner
+from moonpool.errors import MoonpoolError
+from moonpool.failpoints import Failpoints
+from moonpool.hub.model_dir import open_model_dir
+from moonpool.memory.worker_memory import WorkerMemory, WorkerMemoryFds
+from moonpool.native import kernels
+from moonpool.service.log import setup_logging
+from moonpool.service.parent import die_with_parent
+from moonpool.wire.engine_frames import EngineBoot, EngineFailed, EngineMapped, EngineReady
+from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
+from moonpool.worker.engine_loop import run_engine_loop
+from moonpool.worker.layer_mark import LayerMarker
+from moonpool.worker.namespace_seeds import NamespaceSeeds
+
+log = structlog.get_logger("moonpool.engine")
+
+
+def main() -> int:
+    """Run one engine; the exit status."""
+    socket_fd, parent_pid = (int(argument) for argument in sys.argv[1:])
+    die_with_parent(parent_pid)
+    # Its session has no terminal; the service alone decides when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = EngineLink(socket.socket(fileno=socket_fd))
+    try:
+        return _run(link, link.receive_boot())
+    except EngineLinkClosed:
+        return 0
+    finally:
+        link.close()
+
+
+def _run(link: EngineLink, boot: EngineBoot) -> int:
+    setup_logging(
+        TelemetrySettings.model_validate({"log_level": boot.log_level}),
+        process_name=f"{boot.worker_id}/engine",
+    )
+    if boot.cpu_affinity:
+        os.sched_setaffinity(0, boot.cpu_affinity)
+    fds = WorkerMemoryFds(
+        pool=boot.pool_fd, leaves=boot.leaves_fd, control=boot.control_fd, bell=boot.bell_fd
+    )
+    memory = WorkerMemory.attach(boot.layout, fds)
+    link.announce(EngineMapped(pid=os.getpid()))
+
+    started = time.monotonic()
+    try:
+        # The service has checked that they are allowed.
+        failpoints = Failpoints.parse(
+            boot.failpoints, is_allowed=True, state_dir=Path(boot.data_dir)
+        )
+        model_dir = open_model_dir(
+            Path(boot.model_path), name=boot.model_name, data_dir=Path(boot.data_dir)
+        )
+        runner = load_runner(
+            model_dir,
+            memory.pool.bytes.data,
+            boot.layout,
+            dtype=boot.dtype,
+            max_num_seqs=boot.core.max_num_seqs,
+            max_model_len=boot.core.max_model_len,
+            num_threads=boot.num_threads,
+        )
+    except MoonpoolError as error:
+        link.announce(EngineFailed(code=error.code, message=error.message))
+        return 1
+    load_s = time.monotonic() - started
+    link.announce(EngineReady(load_s=load_s))
+    log.info("engine.ready", model=boot.model_name, dtype=boot.dtype, load_s=round(load_s, 2))
+    run_engine_loop(
+        link=link,
+        core=Core(boot.core, NamespaceSeeds(boot.namespace, boot.secret)),
+        runner=runner,
+        mark=LayerMarker(
+            memory=memory,
+            kernels=kernels(),
+            layer_group=boot.layer_group,
+            failpoints=failpoints,
+        ),
+        clock=SystemClock(),
+        failpoints=failpoints,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

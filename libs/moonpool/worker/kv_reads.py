@@ -1,0 +1,136 @@
+"""KvReads: performs the reads that the decode machine asks for, and keeps our leaves of what came.
+
+A read copies layers of blocks from a peer's pool into blocks that the core reserved, checks each leaf
+on our own copy, and writes the leaves of the blocks that are right into our leaf array, so that the
+next reader of these blocks can check its copy as well. It always ends in exactly one ReadDone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from moonpool.errors import TransferError
+from moonpool.handoff.effects import StartRead
+from moonpool.handoff.events import ReadDone
+from moonpool.telemetry import names
+from moonpool.telemetry.metrics import Metrics
+from moonpool.transport.base import KvRead
+from moonpool.worker.attempt_book import AttemptBook, ReadRecord
+from moonpool.worker.peers import Peer, PeerDirectory
+
+log = structlog.get_logger("moonpool.worker")
+
+#: A read that stands still this long has failed, whatever its size; beyond it the slowest link counts.
+_READ_BASE_S = 3.0
+_SLOWEST_BYTES_PER_S = 50e6
+
+
+class KvReads:
+    """All reads of this worker. On one loop.
+
+    Args:
+        leaf_digests: uint64[num_blocks, num_layers], this worker's own.
+        on_done: Takes each read's end.
+    """
+
+    def __init__(
+        self,
+        *,
+        peers: PeerDirectory,
+        leaf_digests: npt.NDArray[np.uint64],
+        first_layer: int,
+        book: AttemptBook,
+        metrics: Metrics,
+        on_done: Callable[[ReadDone], None],
+    ) -> None:
+        self._peers = peers
+        self._leaf_digests = leaf_digests
+        self._first_layer = first_layer
+        self._book = book
+        self._metrics = metrics
+        self._on_done = on_done
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Reads that have not ended."""
+        return self._num_open
+
+    def start(self, effect: StartRead, tasks: asyncio.TaskGroup) -> None:
+        """Begin a read; its outcome comes through `on_done`."""
+        self._num_open += 1
+        tasks.create_task(self._run(effect))
+
+    async def _run(self, effect: StartRead) -> None:
+        done = ReadDone(read_id=effect.read_id, is_ok=False)
+        try:
+            peer = self._peers.connected(effect.source.key)
+            if peer is None:
+                log.warning(
+                    "kv.read_failed", source=str(effect.source.key), message="not connected"
+                )
+            else:
+                done = await self._read(effect, peer)
+        except (TransferError, ValueError) as error:
+            # ValueError: the source named blocks or layers that are not in its pool.
+            log.warning("kv.read_failed", source=str(effect.source.key), message=str(error))
+        finally:
+            self._num_open -= 1
+            self._on_done(done)
+
+    async def _read(self, effect: StartRead, peer: Peer) -> ReadDone:
+        num_layers = effect.end_layer - effect.first_layer
+        first_column = effect.first_layer - self._first_layer
+        columns = slice(first_column, first_column + num_layers)
+        sources = np.asarray(effect.source_block_ids, np.int64)
+        targets = np.asarray(effect.target_block_ids, np.int64)
+        expected = np.frombuffer(b"".join(effect.digests), "<u8").reshape(len(targets), num_layers)
+        layers = (effect.first_layer, effect.end_layer)
+        read = KvRead.of(
+            peer.plan.spans(sources, targets, *layers),
+            blocks=targets[:, None],
+            layers=np.arange(columns.start, columns.stop)[None, :],
+            expected=expected,
+            after_span=peer.plan.last_spans(sources, targets, *layers),
+        )
+        started_ns = time.time_ns()
+        try:
+            result = await peer.kv.read(
+                read, timeout_s=_READ_BASE_S + read.num_bytes / _SLOWEST_BYTES_PER_S
+            )
+        finally:
+            if peer.kv.is_lost:
+                self._peers.drop(peer)
+        bad = sorted({leaf // num_layers for leaf in result.bad_leaves})
+        good = np.delete(np.arange(len(targets)), bad)
+        self._leaf_digests[targets[good], columns] = expected[good]
+        self._book.read_done(
+            effect.read_id.attempt_id,
+            ReadRecord(
+                started_ns=started_ns,
+                ended_ns=time.time_ns(),
+                num_bytes=result.num_bytes,
+                num_bad_leaves=len(result.bad_leaves),
+                first_layer=effect.first_layer,
+                end_layer=effect.end_layer,
+                num_blocks=len(targets),
+            ),
+        )
+        self._metrics.observe(names.KV_TRANSFER, result.elapsed_s, backend=peer.transport)
+        self._metrics.count(names.KV_TRANSFER_BYTES, result.num_bytes, backend=peer.transport)
+        if bad:
+            self._metrics.count(names.KV_CHECKSUM_MISMATCH, len(bad), backend=peer.transport)
+            log.warning(
+                "kv.digest_mismatch",
+                source=str(effect.source.key),
+                num_bad_leaves=len(result.bad_leaves),
+                num_leaves=expected.size,
+                transport=peer.transport,
+            )
+        return ReadDone(read_id=effect.read_id, bad_indices=tuple(bad))

@@ -1,0 +1,22 @@
+"""Load: what a worker says about its load, in every frame and announcement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moonpool.core.protocol import BlockLedger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The last frame's ledger, and how long the running step takes by now."""
+
+    ledger: BlockLedger
+    num_queued_tokens: int = 0
+    #: 0 when no step runs.
+    step_age_ms: int = 0
+    is_draining: bool = False
+
+    def differs_from(self, other: Load) -> bool:
+        """True if a router would place differently; the step's age alone is no news."""
+        return replace(self, step_age_ms=0) != replace(other, step_age_ms=0)

@@ -1,0 +1,116 @@
+"""Peers: the prefill workers that this worker reads from. One connection per incarnation, reused.
+
+Life of a peer
+  1. The first handoff connects: gRPC channel, Describe, checks (compatibility.py), copy plan between
+     the two layouts, transport. Whoever asks meanwhile waits for the same attempt.
+  2. All handoffs and reads use it.
+  3. It is dropped when it is found lost, when another incarnation of the worker is connected, or when
+     the worker stops; `run` closes what was dropped. The next handoff connects anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from moonpool.errors import TransferError
+from moonpool.handoff.messages import SourceRef
+from moonpool.ids import WorkerId, WorkerKey
+from moonpool.kv.copy_plan import CopyPlan
+from moonpool.transport.base import KvPeer
+
+log = structlog.get_logger("moonpool.worker")
+
+#: For all of step 1: a peer that takes longer is no source.
+CONNECT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Peer:
+    """One incarnation of one worker, connected."""
+
+    key: WorkerKey
+    channel: grpc.aio.Channel
+    #: Any: generated code has no types.
+    stub: Any
+    kv: KvPeer
+    #: From its layout to ours.
+    plan: CopyPlan
+    #: The transport's name.
+    transport: str
+
+    async def close(self) -> None:
+        """Wait for the last copies, then let go."""
+        await self.kv.close()
+        await self.channel.close()
+
+
+class PeerDirectory:
+    """Connections to sources, by incarnation. On one loop.
+
+    Args:
+        connect: Makes a peer; raises MoonpoolError if it does not fit or is not there.
+    """
+
+    def __init__(self, connect: Callable[[SourceRef], Awaitable[Peer]]) -> None:
+        self._connect = connect
+        self._peers: dict[WorkerKey, Peer] = {}
+        self._locks: dict[WorkerId, asyncio.Lock] = {}
+        self._dropped: list[Peer] = []
+        self._has_dropped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Close what is dropped, until cancelled; then close all."""
+        try:
+            while True:
+                await self._has_dropped.wait()
+                self._has_dropped.clear()
+                while self._dropped:
+                    await self._dropped.pop().close()
+        finally:
+            for peer in list(self._peers.values()):
+                self.drop(peer)
+            while self._dropped:
+                await self._dropped.pop().close()
+
+    def connected(self, key: WorkerKey) -> Peer | None:
+        """The peer if its connection stands."""
+        return self._peers.get(key)
+
+    async def get(self, source: SourceRef) -> Peer:
+        """The peer, connected; one attempt at a time for each worker.
+
+        Raises:
+            MoonpoolError: Nobody there, another incarnation, or it does not fit, in words.
+        """
+        lock = self._locks.setdefault(source.key.worker_id, asyncio.Lock())
+        async with lock:
+            known = self._peers.get(source.key)
+            if known is not None:
+                return known
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    peer = await self._connect(source)
+            except TimeoutError as error:
+                raise TransferError(
+                    f"{source.key} at {source.address} did not answer in {CONNECT_S:g} s.",
+                    code="kv_peer_lost",
+                ) from error
+            for other in list(self._peers.values()):
+                if other.key.worker_id == peer.key.worker_id:
+                    self.drop(other)
+            self._peers[peer.key] = peer
+            return peer
+
+    def drop(self, peer: Peer) -> None:
+        """Use it no more; `run` closes it. May be called twice."""
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+            self._dropped.append(peer)
+            self._has_dropped.set()
+            log.info("kv.peer_dropped", peer=str(peer.key))

@@ -1,0 +1,143 @@
+"""WorkerServicer: the worker's gRPC methods. Decodes, checks who calls, and hands over to the shell.
+
+Until the engine is ready, and once the worker has ended, every method answers UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from moonpool.api.v1 import worker_pb2 as pb
+from moonpool.api.v1 import worker_pb2_grpc
+from moonpool.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from moonpool.handoff.messages import Commit, Open, RouterMessage
+from moonpool.wire.handoff import open_from_pb, source_message_to_pb
+from moonpool.wire.session import (
+    Ping,
+    frame_message_to_pb,
+    hello_message_to_pb,
+    router_message_from_pb,
+)
+from moonpool.wire.worker import RouterHello, ledger_to_pb, worker_hello_to_pb
+from moonpool.worker.compatibility import check_namespace, check_secret
+from moonpool.worker.shell import WorkerShell
+
+log = structlog.get_logger("moonpool.worker")
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Worker"].full_name
+
+#: The first message of a stream comes at once.
+_FIRST_MESSAGE_S = 5.0
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]  # generated, untyped
+    """Serves once `open` was called, until `close`."""
+
+    def __init__(self) -> None:
+        self._shell: WorkerShell | None = None
+
+    def open(self, shell: WorkerShell) -> None:
+        self._shell = shell
+
+    def close(self) -> None:
+        self._shell = None
+
+    # Any: requests of generated code, contexts of grpc; neither has types.
+
+    async def Session(  # noqa: N802 - the method's name in the schema
+        self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        shell = self._opened()
+        hello = router_message_from_pb(await _first(request_iterator, "a router's hello"))
+        if not isinstance(hello, RouterHello):
+            raise InvalidRequestError("A session begins with a hello.", param="hello")
+        peer = f"router {hello.router_id}"
+        check_secret(peer, hello.secret_fingerprint, shell.hello.secret_fingerprint)
+        if hello.namespace is not None:
+            check_namespace(peer, hello.namespace, shell.hello.namespace)
+        log.info("worker.session_opened", router=hello.router_id)
+        try:
+            yield hello_message_to_pb(shell.hello)
+            messages = _router_messages(request_iterator)
+            async with contextlib.aclosing(
+                shell.sessions.serve(hello.router_id, messages, shell.tasks)
+            ) as frames:
+                async for frame in frames:
+                    content = frame.content
+                    yield frame_message_to_pb(content.reports, frame.load, content.spans)
+        finally:
+            log.info("worker.session_ended", router=hello.router_id)
+
+    async def Handoff(  # noqa: N802 - the method's name in the schema
+        self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        shell = self._opened()
+        opened: Open = open_from_pb(await _first(request_iterator, "an Open"))
+        shell.failpoints.hit("prefill.before_open")
+        async with contextlib.aclosing(
+            shell.streams.serve(
+                opened, requests=request_iterator, tasks=shell.tasks, handle=shell.handle
+            )
+        ) as messages:
+            async for message in messages:
+                if not isinstance(message, Commit):
+                    yield source_message_to_pb(message)
+                    continue
+                shell.failpoints.hit("prefill.before_commit")
+                times = shell.book.commit_times(message.attempt_id)
+                yield source_message_to_pb(
+                    message,
+                    last_layer_unix_ns=times.last_layer_unix_ns,
+                    first_token_unix_ns=times.first_token_unix_ns,
+                )
+                shell.failpoints.hit("prefill.after_commit")
+
+    async def Describe(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        return worker_hello_to_pb(self._opened().hello)
+
+    async def Ledger(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        return ledger_to_pb(self._opened().ledger_report())
+
+    async def Drain(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        shell = self._opened()
+        shell.begin_drain()
+        shell.tasks.create_task(_hand_back_later(shell, request.timeout_ms / 1_000))
+        return pb.DrainReply()
+
+    def _opened(self) -> WorkerShell:
+        if self._shell is None:
+            raise UnavailableError("The worker is starting or stopping.", code="worker_not_ready")
+        return self._shell
+
+
+async def _first(requests: AsyncIterator[Any], what: str) -> Any:  # Any: generated messages
+    try:
+        async with asyncio.timeout(_FIRST_MESSAGE_S):
+            return await anext(requests)
+    except StopAsyncIteration:
+        raise InvalidRequestError(f"The stream ended before {what}.") from None
+    except TimeoutError:
+        raise DeadlineExceededError(f"No {what} came in {_FIRST_MESSAGE_S:g} s.") from None
+
+
+async def _router_messages(requests: AsyncIterator[Any]) -> AsyncIterator[RouterMessage | None]:
+    async for item in requests:
+        message = router_message_from_pb(item)
+        if isinstance(message, RouterHello):
+            raise InvalidRequestError("A second hello on a session.", param="hello")
+        yield None if isinstance(message, Ping) else message
+
+
+async def _hand_back_later(shell: WorkerShell, timeout_s: float) -> None:
+    """What has not finished by then is given back."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await shell.wait_quiet()
+    except TimeoutError:
+        shell.hand_back()

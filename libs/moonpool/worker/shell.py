@@ -1,0 +1,297 @@
+"""WorkerShell: a worker's service process between its engine, its routers and its peers.
+
+                     routers (Session)          readers (Handoff)
+                          |  ^                      |  ^
+    RouterSessions -------+  |     HandoffStreams --+  |         Everything here runs on one loop and
+          |                  |          |              |         meets in the handoff machines: events
+          v   events         |          v              |         in, effects out (HandoffDriver).
+    +-----------------------------------------------------+
+    |      HandoffDriver: WorkerHandoffs (both roles)      |
+    +-----------------------------------------------------+
+       |         ^        ^            |             |
+       v commands|frames  |LayersDone  v OpenStream  v StartRead
+    EngineChannel     LayerBell     SourceStreams  KvReads ------ PeerDirectory -> transports
+
+It owns no policy: what to do is the machines' and the core's, how to do it is the adapters'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from moonpool.clock import Clock
+from moonpool.core.protocol import (
+    Abort,
+    Arrived,
+    BlockLedger,
+    Command,
+    Decode,
+    Drain,
+    HandedBack,
+    Prefill,
+    Refused,
+    Release,
+    TokensReady,
+)
+from moonpool.failpoints import Failpoints
+from moonpool.handoff.effects import (
+    CloseStream,
+    EndStream,
+    HandoffEffect,
+    OpenStream,
+    SendCommand,
+    SendOnStream,
+    SendToRouter,
+    StartRead,
+)
+from moonpool.handoff.events import CoreFrameReceived, HandoffEvent, LayersDone, ReadDone
+from moonpool.handoff.worker import WorkerHandoffs
+from moonpool.memory.worker_memory import WorkerMemory
+from moonpool.native import Kernels
+from moonpool.telemetry import names
+from moonpool.telemetry.metrics import Metrics
+from moonpool.wire.engine_frames import TimedFrame
+from moonpool.wire.worker import LedgerReport, WorkerHello
+from moonpool.worker.attempt_book import AttemptBook
+from moonpool.worker.handoff_driver import HandoffDriver
+from moonpool.worker.handoff_streams import HandoffStreams
+from moonpool.worker.kv_reads import KvReads
+from moonpool.worker.layer_bell import LayerBell
+from moonpool.worker.load import Load
+from moonpool.worker.peers import PeerDirectory
+from moonpool.worker.router_sessions import RouterSessions
+from moonpool.worker.source_streams import SourceStreams
+
+log = structlog.get_logger("moonpool.worker")
+
+#: `wait_quiet` looks again this often: the service's own counts change without a frame.
+_QUIET_POLL_S = 0.05
+
+
+class WorkerShell:
+    """Wires one worker's parts together. Made on the loop, after the engine has been started.
+
+    Args:
+        hello: Who this worker is.
+        send_command: To the core; never waits.
+        peers: Sources that this worker reads from.
+        is_checked: Validate the machines after every event.
+    """
+
+    def __init__(
+        self,
+        *,
+        hello: WorkerHello,
+        memory: WorkerMemory,
+        kernels: Kernels,
+        handoffs: WorkerHandoffs,
+        send_command: Callable[[Command], None],
+        peers: PeerDirectory,
+        metrics: Metrics,
+        failpoints: Failpoints,
+        clock: Clock,
+        is_checked: bool = False,
+    ) -> None:
+        self.hello = hello
+        self._handoffs = handoffs
+        self._send_command = send_command
+        self._peers = peers
+        self._metrics = metrics
+        self._failpoints = failpoints
+        self._is_draining = False
+        self._ledger = BlockLedger(
+            num_total=memory.layout.num_blocks,
+            num_free=memory.layout.num_blocks,
+            num_cached=0,
+            num_referenced=0,
+        )
+        self._num_queued_tokens = 0
+        #: Set at each frame of the core: what waits for a state of the ledger looks again.
+        self._frame_seen = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+
+        first_layer = memory.layout.groups[0].first_layer
+        self._book = AttemptBook(hello.worker.worker_id)
+        self._driver = HandoffDriver(
+            handoffs=handoffs, perform=self._perform, clock=clock, is_checked=is_checked
+        )
+        self._bell = LayerBell(memory=memory, kernels=kernels, on_layers=self._on_layers)
+        self.sessions = RouterSessions(load=self.load, handle=self._driver.handle, clock=clock)
+        self.streams = HandoffStreams(leaf_digests=memory.leaf_digests, first_layer=first_layer)
+        self._sources = SourceStreams(peers=peers, book=self._book, handle=self._driver.handle)
+        self._reads = KvReads(
+            peers=peers,
+            leaf_digests=memory.leaf_digests,
+            first_layer=first_layer,
+            book=self._book,
+            metrics=metrics,
+            on_done=self._on_read_done,
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises whatever is wrong with us, never with a peer."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self._bell.start()
+            try:
+                tasks.create_task(self._peers.run())
+                await self._driver.run()
+            finally:
+                self._bell.stop()
+
+    @property
+    def tasks(self) -> asyncio.TaskGroup:
+        """Where the tasks of streams live. While `run` runs."""
+        assert self._tasks is not None, "run() has not begun"
+        return self._tasks
+
+    @property
+    def book(self) -> AttemptBook:
+        return self._book
+
+    @property
+    def failpoints(self) -> Failpoints:
+        return self._failpoints
+
+    # -- what is told --
+
+    def load(self) -> Load:
+        """The load as of the last frame; the step's age as of now."""
+        return Load(
+            ledger=self._ledger,
+            num_queued_tokens=self._num_queued_tokens,
+            step_age_ms=self._bell.step_age_ms,
+            is_draining=self._is_draining,
+        )
+
+    def ledger_report(self) -> LedgerReport:
+        """Everything that is held, in both processes."""
+        handoffs = self._handoffs
+        return LedgerReport(
+            worker=self.hello.worker,
+            ledger=self._ledger,
+            num_handoffs=handoffs.prefill.num_handoffs + handoffs.decode.num_handoffs,
+            num_open_streams=len(self.streams) + len(self._sources),
+            num_reads=self._reads.num_open,
+            num_router_sessions=len(self.sessions),
+        )
+
+    # -- draining --
+
+    def begin_drain(self) -> None:
+        """Tell routers that new work should go elsewhere, and have the core refuse it."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._send_command(Drain())
+            self.sessions.load_changed()
+
+    def hand_back(self) -> None:
+        """Give back what runs, so that its routers place it elsewhere."""
+        self._is_draining = True
+        self._send_command(Drain(hand_back=True))
+
+    async def wait_quiet(self) -> None:
+        """Until nothing is held and nothing waits to be told."""
+        while not (self.ledger_report().is_quiet and self.sessions.is_all_told):
+            self._frame_seen.clear()
+            try:
+                async with asyncio.timeout(_QUIET_POLL_S):
+                    await self._frame_seen.wait()
+            except TimeoutError:
+                continue
+
+    # -- from the engine --
+
+    def on_frame(self, timed: TimedFrame) -> None:
+        """Take a frame of the core."""
+        frame = timed.frame
+        self._ledger = frame.ledger
+        self._num_queued_tokens = frame.num_queued_tokens
+        self._book.core_frame(timed)
+        self._driver.handle(
+            CoreFrameReceived(step=frame.step, replies=frame.replies, ledger=frame.ledger)
+        )
+        self.sessions.load_changed()
+        self._frame_seen.set()
+        self._observe(timed)
+
+    def _observe(self, timed: TimedFrame) -> None:
+        metrics, frame, ledger = self._metrics, timed.frame, timed.frame.ledger
+        for state, number in (
+            ("free", ledger.num_free),
+            ("cached", ledger.num_cached),
+            ("active", ledger.num_referenced),
+        ):
+            metrics.set(names.KV_BLOCKS, number, tier="device", state=state)
+        if frame.num_step_tokens:
+            metrics.count(names.STEP_TOKENS, frame.num_step_tokens)
+            metrics.observe(names.STEP, frame.forward_s, part="forward")
+            metrics.observe(names.STEP, frame.logits_s, part="logits")
+            metrics.observe(names.STEP, frame.sample_s, part="sample")
+            metrics.observe(names.STEP, frame.other_s, part="other")
+        if frame.num_preemptions:
+            metrics.count(names.PREEMPTIONS, frame.num_preemptions)
+
+    def _on_layers(self, event: LayersDone) -> None:
+        self._driver.handle(event)
+
+    # -- from the transports --
+
+    def _on_read_done(self, event: ReadDone) -> None:
+        self._failpoints.hit("decode.after_read", event.read_id.number + 1)
+        self._driver.handle(event)
+
+    # -- effects --
+
+    def handle(self, event: HandoffEvent) -> None:
+        """Give an event to the machines."""
+        self._driver.handle(event)
+
+    def _perform(self, effect: HandoffEffect) -> None:
+        match effect:
+            case SendCommand(command=command):
+                self._command(command)
+            case SendToRouter():
+                self._report(effect)
+            case SendOnStream(stream_id=stream_id, message=message):
+                self.streams.send(stream_id, message)
+            case EndStream(stream_id=stream_id):
+                self.streams.end(stream_id)
+            case OpenStream():
+                self._failpoints.hit("decode.after_reserve")
+                self._sources.open(effect, self.tasks)
+            case CloseStream(attempt_id=attempt_id):
+                self._sources.close(attempt_id)
+            case StartRead():
+                self._reads.start(effect, self.tasks)
+
+    def _command(self, command: Command) -> None:
+        if isinstance(command, Prefill | Decode):
+            self._book.begin(command)
+        elif isinstance(command, Arrived):
+            self._failpoints.hit("decode.before_admit")
+            self._book.admitted(command.attempt_id)
+        elif isinstance(command, Abort | Release):
+            self._book.end(command.attempt_id)
+        self._send_command(command)
+
+    def _report(self, effect: SendToRouter) -> None:
+        message = effect.message
+        is_prefill_side = self._book.is_prefill_side(message.attempt_id)
+        self.sessions.report(
+            effect.router,
+            message,
+            is_prefill_side=is_prefill_side,
+            spans=self._book.report_spans(message),
+        )
+        match message:
+            case Refused(reason=reason):
+                self._metrics.count(names.REFUSED_ATTEMPTS, reason=reason.value)
+            case HandedBack(reason=back):
+                self._metrics.count(names.HANDED_BACK, reason=back.value)
+                log.info("worker.handed_back", attempt=str(message.attempt_id), why=back.value)
+            case TokensReady():
+                pass

@@ -1,0 +1,102 @@
+"""SourceStreams: the decode side's end of handoff streams. Open while its KV is read; then ended.
+
+Closing cancels the call, which the source sees at once. A stream that ends in any other way is told
+as StreamBroken; the handoff machine decides what that means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import structlog
+
+from moonpool.errors import MoonpoolError
+from moonpool.handoff.effects import OpenStream
+from moonpool.handoff.events import HandoffEvent, SourceMessageReceived, StreamBroken
+from moonpool.handoff.messages import Commit
+from moonpool.ids import AttemptId
+from moonpool.rpc.errors import error_from
+from moonpool.rpc.metadata import call_metadata
+from moonpool.wire.handoff import open_to_pb, source_message_from_pb
+from moonpool.worker.attempt_book import AttemptBook, CommitTimes
+from moonpool.worker.peers import Peer, PeerDirectory
+
+log = structlog.get_logger("moonpool.worker")
+
+
+class SourceStreams:
+    """All streams that this worker reads from. On one loop.
+
+    Args:
+        handle: Takes what the sources say, and StreamBroken.
+    """
+
+    def __init__(
+        self,
+        *,
+        peers: PeerDirectory,
+        book: AttemptBook,
+        handle: Callable[[HandoffEvent], None],
+    ) -> None:
+        self._peers = peers
+        self._book = book
+        self._handle = handle
+        self._streams: dict[AttemptId, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, effect: OpenStream, tasks: asyncio.TaskGroup) -> None:
+        """Connect to the source if need be, and open the stream."""
+        attempt_id = effect.attempt_id
+        assert attempt_id not in self._streams, attempt_id
+        self._book.opening(attempt_id, effect.source.key)
+        self._streams[attempt_id] = tasks.create_task(self._run(effect))
+
+    def close(self, attempt_id: AttemptId) -> None:
+        """End the stream; nothing more of it is told."""
+        task = self._streams.pop(attempt_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, effect: OpenStream) -> None:
+        attempt_id, source = effect.attempt_id, effect.source
+        try:
+            peer = await self._peers.get(source)
+            self._book.connected(attempt_id, peer.transport)
+            await self._listen(effect, peer)
+            reason = "ended by the source"
+        except MoonpoolError as error:
+            reason = error.message
+        if self._streams.get(attempt_id) is not asyncio.current_task():
+            return
+        del self._streams[attempt_id]
+        log.info(
+            "handoff.stream_ended", attempt=str(attempt_id), source=str(source.key), why=reason
+        )
+        self._handle(StreamBroken(attempt_id=attempt_id))
+
+    async def _listen(self, effect: OpenStream, peer: Peer) -> None:
+        """Raises MoonpoolError for whatever the source or the way to it did wrong."""
+        attempt_id = effect.attempt_id
+        traceparent = self._book.traceparent(attempt_id)
+        call = peer.stub.Handoff(metadata=call_metadata(traceparent=traceparent))
+        try:
+            await call.write(open_to_pb(effect.open, traceparent=traceparent))
+            async for item in call:
+                message = source_message_from_pb(item, attempt_id)
+                if isinstance(message, Commit):
+                    times = CommitTimes(
+                        last_layer_unix_ns=item.commit.last_layer_unix_ns,
+                        first_token_unix_ns=item.commit.first_token_unix_ns,
+                    )
+                    self._book.committed(attempt_id, times)
+                self._handle(SourceMessageReceived(message=message))
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() is grpc.StatusCode.UNAVAILABLE:
+                self._peers.drop(peer)
+            raise error_from(failure, str(peer.key)) from failure
+        finally:
+            call.cancel()
