@@ -1,0 +1,333 @@
+"""Two or more cores with fake runners, and the least of a router and of a handoff between them.
+
+Everything is a method call, so a test decides the order of all that happens. Reading is simulated by
+copying pool values; a read that was given up may still write garbage until its ReadEnded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool.core.config import CoreConfig
+from moonpool.core.core import Core
+from moonpool.core.protocol import (
+    Abort,
+    Accepted,
+    Arrived,
+    BlocksArrived,
+    ChunkPlanned,
+    Command,
+    CoreFrame,
+    Decode,
+    HandedBack,
+    Prefill,
+    PrefillDone,
+    PrefillFailed,
+    PrefillStarted,
+    ReadEnded,
+    Refused,
+    Release,
+    Reply,
+    Reserved,
+    Revoked,
+    TokensReady,
+)
+from moonpool.ids import AttemptId, RequestId
+from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.inference.request import InferenceRequest
+from moonpool.kv.block_hash import NamespaceSeed
+from support.fake_runner import FakeRunner, NoMark
+
+
+def tenant_seed(request: InferenceRequest) -> NamespaceSeed:
+    return NamespaceSeed(hashlib.sha256(request.tenant.encode()).digest())
+
+
+class Worker:
+    """A core and its runner, in role 'both'."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.core = Core(config, tenant_seed)
+        self.runner = FakeRunner(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self.frames: list[CoreFrame] = []
+
+    def step(self, *commands: Command, late: Sequence[Command] = (), now: float = 0.0) -> CoreFrame:
+        """One turn of the engine's loop; what the step brought lies in the next frame.
+
+        `late` commands are handled while the plan is under way.
+        """
+        for command in commands:
+            self.core.handle(command, now)
+        plan = self.core.schedule(now)
+        frame = self.core.take_frame()
+        self.frames.append(frame)
+        result = None if plan is None else self.runner.run(plan, NoMark())
+        for command in late:
+            self.core.handle(command, now)
+        if result is not None:
+            self.core.update(result, now)
+        return frame
+
+    def run_until_idle(self, *commands: Command, now: float = 0.0) -> list[Reply]:
+        """Step until nothing is to be done; all replies."""
+        replies = list(self.step(*commands, now=now).replies)
+        while True:
+            frame = self.step(now=now)
+            replies += frame.replies
+            if not frame.step:
+                return replies
+
+
+@dataclass(kw_only=True)
+class Handoff:
+    """What the stream between two workers knows."""
+
+    attempt_id: AttemptId
+    source: int
+    target: int
+    #: Set when the source has started.
+    source_blocks: tuple[int, ...] = ()
+    num_ready: int = 0
+    target_blocks: tuple[int, ...] = ()
+    num_read: int = 0
+    first_token: int | None = None
+    finish_reason: FinishReason | None = None
+    is_source_lost: bool = False
+    is_reserved: bool = False
+
+
+@dataclass(kw_only=True)
+class Tracked:
+    """A request as its router sees it."""
+
+    request: InferenceRequest
+    attempt: int = 0
+    answer: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    is_aborted: bool = False
+    #: Not placed now: waits in the router.
+    is_placed: bool = False
+    #: Where the current attempt runs.
+    target: int = 0
+    handoff: Handoff | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None or self.is_aborted
+
+
+class CoreCluster:
+    """Workers, requests and handoffs; time stands still."""
+
+    def __init__(self, config: CoreConfig, num_workers: int) -> None:
+        self._config = config
+        self.workers = [Worker(config) for _ in range(num_workers)]
+        self.requests: dict[RequestId, Tracked] = {}
+        #: Reads that were given up and have not ended: (worker, attempt, blocks not yet verified).
+        self.stray_reads: list[tuple[int, AttemptId, tuple[int, ...]]] = []
+        self._inbox: list[list[Command]] = [[] for _ in self.workers]
+        #: Frames of each worker that the service side has not seen.
+        self._replies: list[list[Reply]] = [[] for _ in self.workers]
+
+    # -- the router --
+
+    def submit(self, request: InferenceRequest) -> None:
+        self.requests[request.request_id] = Tracked(request=request)
+
+    def place(self, tracked: Tracked, target: int, source: int | None) -> None:
+        """Send a request that waits in the router to its workers, as a new attempt."""
+        assert not tracked.is_placed
+        assert not tracked.is_over
+        tracked.attempt += 1
+        tracked.is_placed = True
+        tracked.target = target
+        request = dataclasses.replace(tracked.request, emitted_token_ids=tuple(tracked.answer))
+        attempt_id = AttemptId(request.request_id, tracked.attempt)
+        tracked.handoff = None
+        if source is not None:
+            tracked.handoff = Handoff(attempt_id=attempt_id, source=source, target=target)
+            self._inbox[source].append(Prefill(request=request, attempt=tracked.attempt))
+        self._inbox[target].append(
+            Decode(request=request, attempt=tracked.attempt, has_source=source is not None)
+        )
+
+    def abort(self, tracked: Tracked) -> None:
+        """The client went away."""
+        tracked.is_aborted = True
+        self._unplace(tracked)
+
+    def _unplace(self, tracked: Tracked) -> None:
+        attempt_id = AttemptId(tracked.request.request_id, tracked.attempt)
+        tracked.is_placed = False
+        handoff, tracked.handoff = tracked.handoff, None
+        if handoff is not None:
+            block_size = self._config.block_size
+            unread = handoff.target_blocks[handoff.num_read // block_size :]
+            self.stray_reads.append((handoff.target, attempt_id, unread))
+        for inbox in self._inbox:
+            inbox.append(Abort(attempt_id=attempt_id))
+
+    # -- the workers --
+
+    def step(self, index: int, *, is_late: bool = False) -> bool:
+        """One step of a worker; False if there was nothing to do.
+
+        With `is_late` its commands come while the plan is under way.
+        """
+        worker = self.workers[index]
+        commands, self._inbox[index] = self._inbox[index], []
+        frame = worker.step(late=commands) if is_late else worker.step(*commands)
+        self._replies[index] += frame.replies
+        return bool(commands or frame.step or frame.replies)
+
+    def deliver(self, index: int) -> bool:
+        """The service and the router learn what a worker's frames say."""
+        replies, self._replies[index] = self._replies[index], []
+        for reply in replies:
+            tracked = self.requests[reply.attempt_id.request_id]
+            if reply.attempt_id.attempt == tracked.attempt and tracked.is_placed:
+                self._on_reply(index, tracked, reply)
+        return bool(replies)
+
+    def _on_reply(self, index: int, tracked: Tracked, reply: Reply) -> None:
+        handoff = tracked.handoff
+        match reply:
+            case Accepted():
+                pass
+            case Refused() if index == tracked.target:
+                self._unplace(tracked)
+            case Revoked() | HandedBack():
+                self._unplace(tracked)
+            case TokensReady():
+                self._on_tokens(tracked, reply.run)
+            case _ if handoff is None:
+                # The prefill side of a handoff that was ended early.
+                assert index != tracked.target, reply
+            case Refused() | PrefillFailed():
+                handoff.is_source_lost = True
+            case Reserved():
+                handoff.is_reserved = True
+                handoff.target_blocks = reply.block_ids
+                handoff.num_read = reply.num_cached_tokens
+            case PrefillStarted():
+                handoff.source_blocks = reply.block_ids
+                handoff.num_ready = reply.num_cached_tokens
+            case ChunkPlanned():
+                assert handoff.num_ready <= reply.start < reply.end
+                # Frames are delivered after their step has run.
+                handoff.num_ready = reply.end
+            case PrefillDone():
+                handoff.first_token = reply.first_token
+                handoff.finish_reason = reply.finish_reason
+
+    def _on_tokens(self, tracked: Tracked, run: TokenRun) -> None:
+        assert run.first_position == len(tracked.answer), (run, tracked.answer)
+        tracked.answer += run.token_ids
+        if run.finish_reason is not None:
+            tracked.finish_reason = run.finish_reason
+            self._unplace(tracked)
+
+    # -- the handoff --
+
+    def read(self, tracked: Tracked, num_tokens: int | None = None) -> bool:
+        """Read what is ready (at most up to `num_tokens`), and admit when all is there."""
+        handoff = tracked.handoff
+        if handoff is None or not handoff.is_reserved:
+            return False
+        end = handoff.num_ready if num_tokens is None else min(num_tokens, handoff.num_ready)
+        if end > handoff.num_read:
+            self._copy(handoff, end)
+            handoff.num_read = end
+            self._inbox[handoff.target].append(
+                BlocksArrived(attempt_id=handoff.attempt_id, num_tokens=end)
+            )
+            return True
+        num_known = len(tracked.request.prompt_token_ids) + len(tracked.answer)
+        if handoff.is_source_lost or (
+            handoff.first_token is not None and handoff.num_read == num_known
+        ):
+            self.finish_reading(tracked)
+            return True
+        return False
+
+    def finish_reading(self, tracked: Tracked) -> None:
+        """End the handoff with what has been read; both sides are told."""
+        handoff = tracked.handoff
+        assert handoff is not None
+        assert handoff.is_reserved
+        tracked.handoff = None
+        self._inbox[handoff.target].append(
+            Arrived(
+                attempt_id=handoff.attempt_id,
+                num_tokens=handoff.num_read,
+                first_token=handoff.first_token,
+                finish_reason=handoff.finish_reason,
+            )
+        )
+        self._inbox[handoff.source].append(Release(attempt_id=handoff.attempt_id))
+        if handoff.first_token is None:
+            self._inbox[handoff.source].append(Abort(attempt_id=handoff.attempt_id))
+
+    def end_stray_read(self, index: int = 0) -> None:
+        """A read that was given up writes garbage for the last time and has ended."""
+        worker, attempt_id, block_ids = self.stray_reads.pop(index)
+        self._scribble(worker, block_ids)
+        self._inbox[worker].append(ReadEnded(attempt_id=attempt_id))
+
+    def repeat(self, index: int, command: Command) -> None:
+        """A command comes once more, or about an attempt that has ended."""
+        self._inbox[index].append(command)
+
+    def scribble(self) -> None:
+        """Reads that were given up, and have not ended, write garbage where they were told to."""
+        for worker, _, block_ids in self.stray_reads:
+            self._scribble(worker, block_ids)
+
+    def _scribble(self, worker: int, block_ids: Sequence[int]) -> None:
+        self.workers[worker].runner.pool[list(block_ids)] = -7
+
+    def _copy(self, handoff: Handoff, end: int) -> None:
+        block_size = self._config.block_size
+        source = self.workers[handoff.source].runner
+        target = self.workers[handoff.target].runner
+        for position in range(handoff.num_read, end):
+            block, slot = divmod(position, block_size)
+            value = source.pool[handoff.source_blocks[block], slot]
+            target.pool[handoff.target_blocks[block], slot] = value
+
+    # -- to the end --
+
+    def settle(
+        self, route: Callable[[Tracked], tuple[int, int | None]], *, num_rounds: int = 400
+    ) -> None:
+        """Be fair to everything until nothing is left to do; places oldest first by `route`."""
+        for _ in range(num_rounds):
+            waiting = [t for t in self.requests.values() if not t.is_placed and not t.is_over]
+            for tracked in sorted(waiting, key=lambda t: t.request.age):
+                self.place(tracked, *route(tracked))
+            has_moved = bool(waiting)
+            for index in range(len(self.workers)):
+                has_moved |= self.step(index)
+                has_moved |= self.deliver(index)
+            for tracked in list(self.requests.values()):
+                has_moved |= self.read(tracked)
+            while self.stray_reads:
+                self.end_stray_read()
+                has_moved = True
+            if not has_moved:
+                return
+        raise AssertionError(f"not settled after {num_rounds} rounds: {self.requests}")
+
+    def check_quiet(self) -> None:
+        """Nothing is held anywhere."""
+        for worker in self.workers:
+            worker.core.validate()
+            assert worker.core.is_idle
+            assert worker.core.ledger().is_quiet, worker.core.ledger()
