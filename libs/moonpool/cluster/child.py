@@ -9,21 +9,9 @@ where a parent with threads (gRPC has some) may deadlock. The death signal survi
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
-import sys
 
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL for this process when the thread that started it ends; exits if it has ended already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        sys.exit(1)
+from moonpool.service.parent import die_with_parent
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -46,13 +47,22 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """Valid once it has been started; the same after a restart."""
-        assert self._port, "never started"
+        """Valid once it has been started or a port reserved; the same after a restart."""
+        assert self._port, "neither started nor reserved"
         return f"nats://127.0.0.1:{self._port}"
 
     @property
     def process(self) -> ChildProcess | None:
         return self._process
+
+    def reserve_port(self) -> None:
+        """Choose the port of a later start, so that clients can be told of it before.
+
+        The port is free now; nothing keeps it free.
+        """
+        if not self._port:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                self._port = listener.getsockname()[1]
 
     async def start(self) -> str:
         """Start and wait until it listens. Returns the URL.

@@ -34,11 +34,13 @@ class ChildProcess:
         log_path: Path,
         environment: Mapping[str, str],
         cores: Sequence[int] = (),
+        pass_fds: Sequence[int] = (),
     ) -> ChildProcess:
         """Start `program` with exactly `environment`; output is appended to `log_path` (mode 0600).
 
         Args:
             cores: CPU numbers that it may run on; all of the parent's if empty.
+            pass_fds: Descriptors that stay open in the program.
         """
         launcher = [sys.executable, "-P", "-m", "moonpool.cluster.child"]
         launcher += ["--parent", str(os.getpid())]
@@ -55,6 +57,7 @@ class ChildProcess:
                 stderr=log,
                 env=dict(environment),
                 start_new_session=True,
+                pass_fds=tuple(pass_fds),
             )
         finally:
             os.close(log)

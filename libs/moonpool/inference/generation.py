@@ -203,19 +203,28 @@ def check_stop(stop: tuple[str, ...]) -> None:
         )
 
 
+def check_cache_salt(cache_salt: str) -> None:
+    """Raises InvalidRequestError for more than 1,024 characters; empty means none."""
+    if len(cache_salt) > MAX_CACHE_SALT_LENGTH:
+        raise InvalidRequestError(
+            f"cache_salt may have {MAX_CACHE_SALT_LENGTH} characters, got {len(cache_salt)}.",
+            param="cache_salt",
+        )
+
+
 def check_prompt_token_ids(token_ids: tuple[int, ...], *, vocab_size: int) -> None:
     """Raises InvalidRequestError for an empty prompt or an id outside the vocabulary."""
     if not token_ids:
         raise InvalidRequestError(
             "The prompt is empty: send at least one token.", code="empty_prompt", param="prompt"
         )
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"Token ids must lie in [0, {vocab_size}), got {token_id}.",
-                code="invalid_token_id",
-                param=f"prompt[{index}]",
-            )
+    worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+    if not 0 <= worst < vocab_size:
+        raise InvalidRequestError(
+            f"Token ids must lie in [0, {vocab_size}), got {worst}.",
+            code="invalid_token_id",
+            param=f"prompt[{token_ids.index(worst)}]",
+        )
 
 
 def _in_range(name: str, value: float | None, default: float, *, low: float, high: float) -> float:

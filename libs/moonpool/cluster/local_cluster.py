@@ -1,0 +1,383 @@
+"""LocalCluster: a broker, a router and workers as processes of this machine.
+
+    async with LocalCluster(config) as cluster:
+        cluster.endpoints.grpc_address ...
+
+Used by `moonpool up`, the demo, benchmarks and end-to-end tests alike.
+
+Rules
+- Everything lives in one run directory (mode 0700): configurations, logs, the broker's port. The
+  configurations go when the cluster ends, the logs stay; old run directories are removed.
+- Ports are chosen by the processes and reported; nothing is guessed and then bound.
+- The order of a stop is router, workers, broker: whoever is still asked is still there.
+- However this process ends, its children end with it. Nothing is left: no process, port or memory.
+
+Enter it in the main thread: the death signal of the children follows the thread that starts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from moonpool.cluster.cores import CorePlan, plan_cores
+from moonpool.cluster.nats_server import NatsServer
+from moonpool.cluster.part import Part, PartEvent, PartSpec, PartState, RestartPolicy
+from moonpool.config.process import RouterConfig, WorkerConfig, router_config, worker_configs
+from moonpool.config.schema import ClusterConfig
+from moonpool.config.secret import load_or_create_secret
+from moonpool.errors import MoonpoolError, UnavailableError
+from moonpool.ids import WorkerId
+from moonpool.rpc.admin import fetch_ledger, fetch_status
+from moonpool.wire.admin import RouterSnapshot
+from moonpool.wire.worker import LedgerReport
+
+ROUTER = "router"
+NATS = "nats"
+
+_NUM_KEPT_RUNS = 10
+_POLL_S = 0.05
+#: Beyond a service's own drain timeout, before it is killed.
+_STOP_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """How the supervisor behaves; what the cluster is, says ClusterConfig."""
+
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    #: Give parts cores of their own (cores.py); explicit ones in the configuration win.
+    is_pinned: bool = True
+    has_nats: bool = True
+    has_router: bool = True
+    #: Entering returns when requests can be served; else when the processes have been started.
+    waits_ready: bool = True
+    ready_timeout_s: float = 120.0
+    #: Failpoints by part, for its first life only (Part.arm).
+    failpoints: Mapping[str, str] = field(default_factory=dict)
+    #: Beside this process's own.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Where a client finds the cluster."""
+
+    grpc_address: str
+    #: Empty if the router opens no HTTP door.
+    http_url: str
+    nats_url: str
+
+
+class LocalCluster:
+    """See the file's head.
+
+    Args:
+        on_event: Told of every change of a part's state; must return at once.
+        run_dir: Made if missing; below the data directory if None.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        options: ClusterOptions | None = None,
+        run_dir: Path | None = None,
+        on_event: Callable[[PartEvent], None] = lambda _event: None,
+    ) -> None:
+        self.config = config
+        self._options = options or ClusterOptions()
+        self._given_run_dir = run_dir
+        self._on_event = on_event
+        self._stack = AsyncExitStack()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._run_dir: Path | None = None
+        self._nats: NatsServer | None = None
+        self._nats_url = config.nats.url or ""
+        self._parts: dict[str, Part] = {}
+        self._key = ""
+
+    # -- what it is --
+
+    @property
+    def run_dir(self) -> Path:
+        assert self._run_dir is not None, "not entered"
+        return self._run_dir
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Raises UnavailableError while the router is not up."""
+        router = self.part(ROUTER)
+        http_url = ""
+        with contextlib.suppress(KeyError):
+            http_url = str(router.fact("http_url"))
+        return Endpoints(
+            grpc_address=str(router.fact("grpc_address")),
+            http_url=http_url,
+            nats_url=self._nats_url,
+        )
+
+    @property
+    def worker_ids(self) -> tuple[WorkerId, ...]:
+        return tuple(WorkerId(name) for name in self._parts if name != ROUTER)
+
+    def part(self, name: str) -> Part:
+        """`router` or a worker id. KeyError for another name."""
+        return self._parts[name]
+
+    # -- starting and stopping --
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def start_nats(self) -> None:
+        """Start the broker, on the port that it had or was to have."""
+        assert self._nats is not None, "the broker is not ours"
+        self._on_event(PartEvent(part=NATS, state=PartState.STARTING))
+        url = await self._nats.start()
+        self._on_event(PartEvent(part=NATS, state=PartState.READY, detail=url))
+
+    async def kill_nats(self) -> None:
+        assert self._nats is not None, "the broker is not ours"
+        await self._nats.kill()
+        self._on_event(PartEvent(part=NATS, state=PartState.STOPPED))
+
+    async def restart_nats(self) -> None:
+        await self.kill_nats()
+        await self.start_nats()
+
+    def start_router(self) -> None:
+        self._start_part(self._router_spec())
+
+    async def stop_part(self, name: str) -> None:
+        """Drain one part and leave it stopped."""
+        part = self._parts[name]
+        await part.stop(timeout_s=self._stop_timeout_s(part))
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL one part; the restart policy says whether it comes back."""
+        await self._parts[name].kill()
+
+    def force(self) -> None:
+        """Kill everything now (a second Ctrl-C); leaving the cluster then takes no time."""
+        for part in self._parts.values():
+            if part.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(part.process.pid, signal.SIGKILL)
+
+    async def wait_ready(self, *, timeout_s: float | None = None) -> None:
+        """Return when the router serves and every worker has joined it.
+
+        Raises:
+            UnavailableError: Says which part is missing, and why.
+        """
+        timeout_s = timeout_s or self._options.ready_timeout_s
+        deadline = time.monotonic() + timeout_s
+        for part in self._parts.values():
+            await part.wait_ready(timeout_s=max(deadline - time.monotonic(), 0.0))
+        reason = "the router did not answer"
+        last_told = ""
+        while True:
+            try:
+                status = await self.status()
+            except MoonpoolError as error:
+                reason = error.message
+            else:
+                reason = self._missing(status)
+                if not reason:
+                    return
+            if reason != last_told:
+                self._on_event(PartEvent(part=ROUTER, state=PartState.STARTING, detail=reason))
+                last_told = reason
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"Not ready after {timeout_s:g} s: {reason}")
+            await asyncio.sleep(_POLL_S)
+
+    # -- asking --
+
+    async def status(self) -> RouterSnapshot:
+        """What the router says of itself and its workers."""
+        return await fetch_status(
+            self.endpoints.grpc_address, key=self.config.router.api_key, deadline_s=5.0
+        )
+
+    async def ledger(self, worker_id: str) -> LedgerReport:
+        """A worker's block ledger and open streams."""
+        address = str(self._parts[worker_id].fact("grpc_address"))
+        return await fetch_ledger(address, key=self._key, deadline_s=5.0)
+
+    async def wait_quiet(self, *, timeout_s: float = 10.0) -> None:
+        """Return when no worker holds anything for any request.
+
+        Raises:
+            UnavailableError: With the ledgers that are not quiet.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ledgers = [await self.ledger(worker_id) for worker_id in self.worker_ids]
+            busy = [ledger for ledger in ledgers if not ledger.is_quiet]
+            if not busy:
+                return
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"Not quiet after {timeout_s:g} s: {busy}")
+            await asyncio.sleep(_POLL_S)
+
+    # -- parts --
+
+    async def _start(self) -> None:
+        self._run_dir = self._make_run_dir()
+        self._stack.callback(self._remove_documents)
+        self._key = load_or_create_secret(self.config.data_dir).rpc_key
+        plan = self._core_plan()
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        if self.config.nats.is_embedded:
+            self._nats = NatsServer(
+                run_dir=self.run_dir, port=self.config.nats.port, cores=plan.others
+            )
+            self._stack.push_async_callback(self._nats.stop)
+            if self._options.has_nats:
+                await self.start_nats()
+            else:
+                self._nats.reserve_port()
+            self._nats_url = self._nats.url
+        self._stack.push_async_callback(self._stop_parts)
+        if self._options.has_router:
+            self.start_router()
+        for spec in self._worker_specs(plan):
+            self._start_part(spec)
+        if self._options.waits_ready:
+            await self.wait_ready()
+
+    def _start_part(self, spec: PartSpec) -> None:
+        assert self._tasks is not None, "not entered"
+        part = self._parts[spec.name] = Part(
+            spec,
+            run_dir=self.run_dir,
+            restart=self._options.restart,
+            ready_timeout_s=self._options.ready_timeout_s,
+            on_event=self._on_event,
+        )
+        part.arm(self._options.failpoints.get(spec.name, ""))
+        self._tasks.create_task(part.run(), name=spec.name)
+
+    async def _stop_parts(self) -> None:
+        if ROUTER in self._parts:
+            await self.stop_part(ROUTER)
+        async with asyncio.TaskGroup() as stopping:
+            for name in self.worker_ids:
+                stopping.create_task(self.stop_part(name))
+
+    def _stop_timeout_s(self, part: Part) -> float:
+        document = part.spec.document
+        settings = document.router if isinstance(document, RouterConfig) else document.worker
+        return settings.drain_timeout_s + _STOP_GRACE_S
+
+    def _router_spec(self) -> PartSpec:
+        document = router_config(self.config, nats_url=self._nats_url)
+        return PartSpec(
+            name=ROUTER,
+            module="moonpool_router",
+            document=document,
+            cores=self.config.router.cpus or self._core_plan().others,
+            environment=self._options.environment,
+        )
+
+    def _worker_specs(self, plan: CorePlan) -> list[PartSpec]:
+        decode_cores = iter(plan.decode_engines)
+        prefill_cores = iter(plan.prefill_engines)
+        specs = []
+        for document in worker_configs(self.config, nats_url=self._nats_url):
+            is_prefill = document.role == "prefill"
+            engine_cores = next(prefill_cores if is_prefill else decode_cores)
+            specs.append(
+                PartSpec(
+                    name=document.worker_id,
+                    module="moonpool_prefill" if is_prefill else "moonpool_decode",
+                    document=_pinned(document, engine_cores, plan.others),
+                    cores=document.worker.service_cpus or plan.others,
+                    environment=self._options.environment,
+                )
+            )
+        return specs
+
+    def _core_plan(self) -> CorePlan:
+        roles = [group.role for group in self.config.workers for _ in range(group.count)]
+        available = sorted(os.sched_getaffinity(0)) if self._options.is_pinned else ()
+        return plan_cores(
+            available,
+            num_decode_engines=sum(role != "prefill" for role in roles),
+            num_prefill_engines=roles.count("prefill"),
+        )
+
+    def _missing(self, status: RouterSnapshot) -> str:
+        """Why requests cannot be served as configured; empty if they can."""
+        if not status.is_ready:
+            return status.not_ready_because
+        joined = {worker.worker_id for worker in status.workers if worker.is_live}
+        missing = [name for name in self.worker_ids if name not in joined]
+        refusals = [
+            f"{worker.worker_id}: {worker.because}" for worker in status.workers if worker.because
+        ]
+        if not missing:
+            return ""
+        return f"waiting for {', '.join(missing)}" + "".join(f"; {line}" for line in refusals)
+
+    # -- the run directory --
+
+    def _make_run_dir(self) -> Path:
+        if self._given_run_dir is not None:
+            self._given_run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._given_run_dir
+        runs = self.config.data_dir / "run"
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in sorted(runs.iterdir())[: -(_NUM_KEPT_RUNS - 1)]:
+            if not Path("/proc", old.name.rpartition("-")[2]).exists():
+                shutil.rmtree(old, ignore_errors=True)
+        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        run_dir = runs / f"{moment}-{self.config.name}-{os.getpid()}"
+        run_dir.mkdir(mode=0o700)
+        return run_dir
+
+    def _remove_documents(self) -> None:
+        for name in self._parts:
+            (self.run_dir / f"{name}.json").unlink(missing_ok=True)
+
+
+def _pinned(
+    document: WorkerConfig, engine_cores: tuple[int, ...], service_cores: tuple[int, ...]
+) -> WorkerConfig:
+    """The worker's document with the plan's cores where the operator named none."""
+    settings = document.worker
+    return document.model_copy(
+        update={
+            "worker": settings.model_copy(
+                update={
+                    "engine_cpus": settings.engine_cpus or engine_cores,
+                    "service_cpus": settings.service_cpus or service_cores,
+                }
+            )
+        }
+    )

@@ -1,0 +1,240 @@
+"""Part: one service process of a local cluster, started again when it crashes.
+
+Life
+
+    STOPPED -> STARTING -> READY -> CRASHED -> STARTING ...      (a pause in between, doubling)
+                        -> FAILED                 (its first start failed, or restarts are off)
+    any -> STOPPED                                (asked for)
+
+A part that ends on its own has crashed whatever its exit status: services end only when told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moonpool.cluster.process import ChildProcess
+from moonpool.config.process import RouterConfig, WorkerConfig, write_document
+from moonpool.errors import UnavailableError
+from moonpool.service.ready import ReadyPipe, ReadyReport
+
+
+class PartState(enum.StrEnum):
+    STOPPED = "stopped"
+    STARTING = "starting"
+    READY = "ready"
+    CRASHED = "crashed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartEvent:
+    """Something to show to whoever started the cluster."""
+
+    part: str
+    state: PartState
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a crashed part is started again."""
+
+    is_enabled: bool = True
+    min_pause_s: float = 0.2
+    max_pause_s: float = 10.0
+    #: A part that lived this long begins with the shortest pause again.
+    healthy_after_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSpec:
+    """How to start one part."""
+
+    name: str
+    #: Python module, run as `python -m`.
+    module: str
+    document: RouterConfig | WorkerConfig
+    cores: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Part:
+    """Supervises one process. `run` is its one task; the other methods may be called beside it."""
+
+    def __init__(
+        self,
+        spec: PartSpec,
+        *,
+        run_dir: Path,
+        restart: RestartPolicy,
+        ready_timeout_s: float,
+        on_event: Callable[[PartEvent], None],
+    ) -> None:
+        self.spec = spec
+        self._run_dir = run_dir
+        self._restart = restart
+        self._ready_timeout_s = ready_timeout_s
+        self._on_event = on_event
+        self._state = PartState.STOPPED
+        self._process: ChildProcess | None = None
+        self._report: ReadyReport | None = None
+        self._is_wanted = True
+        self._changed = asyncio.Condition()
+        self._detail = ""
+        self._next_failpoints = ""
+        self.num_starts = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def state(self) -> PartState:
+        return self._state
+
+    @property
+    def log_path(self) -> Path:
+        return self._run_dir / f"{self.name}.log"
+
+    @property
+    def process(self) -> ChildProcess | None:
+        """The latest one, running or ended."""
+        return self._process
+
+    def arm(self, failpoints: str) -> None:
+        """Break on purpose in the next life, and only in that (moonpool.failpoints has the grammar)."""
+        self._next_failpoints = failpoints
+
+    def fact(self, key: str) -> str | int:
+        """What the running process said of itself when it was ready (`grpc_address`, `http_port`).
+
+        Raises:
+            UnavailableError: It is not ready.
+        """
+        if self._state is not PartState.READY or self._report is None:
+            raise UnavailableError(f"{self.name} is {self._state}.")
+        return self._report.facts[key]
+
+    async def run(self) -> None:
+        """Start it, watch it, start it again; returns when it is stopped or has failed."""
+        pause_s = self._restart.min_pause_s
+        loop = asyncio.get_running_loop()
+        while self._is_wanted:
+            started = loop.time()
+            error = await self._live_once()
+            if not self._is_wanted:
+                break
+            never_listened = self.num_starts == 1 and self._report is None
+            if never_listened or not self._restart.is_enabled:
+                await self._set(PartState.FAILED, error)
+                return
+            await self._set(PartState.CRASHED, error)
+            if loop.time() - started >= self._restart.healthy_after_s:
+                pause_s = self._restart.min_pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, self._restart.max_pause_s)
+        await self._set(PartState.STOPPED, "")
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        """Raises UnavailableError if it has failed, or is not READY in time."""
+        ended = (PartState.READY, PartState.FAILED)
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._state in ended)
+        except TimeoutError:
+            pass
+        if self._state is not PartState.READY:
+            raise UnavailableError(f"{self.name} is {self._state}: {self._detail}")
+
+    async def wait_starts(self, num_starts: int, *, timeout_s: float) -> None:
+        """Return when it is READY in its `num_starts`th life or a later one.
+
+        Raises:
+            UnavailableError: Not in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(
+                    lambda: self.num_starts >= num_starts and self._state is PartState.READY
+                )
+        except TimeoutError:
+            raise UnavailableError(
+                f"{self.name} is {self._state} after {self.num_starts} starts: {self._detail}"
+            ) from None
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """SIGTERM, wait for the drain, SIGKILL after `timeout_s`. Idempotent."""
+        self._is_wanted = False
+        if self._process is not None:
+            await self._process.stop(timeout_s=timeout_s)
+
+    async def kill(self) -> None:
+        """SIGKILL now; whether it comes back is the restart policy's to say."""
+        if self._process is not None:
+            await self._process.kill()
+
+    async def _live_once(self) -> str:
+        """One life of the process; returns why it ended."""
+        self.num_starts += 1
+        self._report = None
+        await self._set(PartState.STARTING, "")
+        pipe = ReadyPipe()
+        try:
+            self._process = await self._spawn(pipe)
+            if not self._is_wanted:
+                await self._process.kill()
+                return "stopped while it started"
+            try:
+                self._report = await pipe.wait(deadline_s=self._ready_timeout_s)
+            except UnavailableError as error:
+                if self._is_wanted:
+                    await self._process.kill()
+                return f"{error.message} {self._log_tail()}"
+        finally:
+            pipe.close()
+        await self._set(
+            PartState.READY, " ".join(f"{key}={fact}" for key, fact in self._report.facts.items())
+        )
+        status = await self._process.wait()
+        # Its engine dies with it; nothing of this life may meet the next.
+        await self._process.kill()
+        return f"ended with status {status}"
+
+    async def _spawn(self, pipe: ReadyPipe) -> ChildProcess:
+        document_path = self._run_dir / f"{self.name}.json"
+        write_document(self._document(), document_path)
+        return await ChildProcess.start(
+            self.name,
+            [sys.executable, "-P", "-m", self.spec.module, "--config", str(document_path)],
+            log_path=self.log_path,
+            environment={**os.environ, **self.spec.environment, **pipe.environment},
+            cores=self.spec.cores,
+            pass_fds=(pipe.child_fd,),
+        )
+
+    def _document(self) -> RouterConfig | WorkerConfig:
+        failpoints, self._next_failpoints = self._next_failpoints, ""
+        document = self.spec.document
+        if not failpoints:
+            return document
+        common = document.common.model_copy(
+            update={"failpoints": failpoints, "unsafe_failpoints": True}
+        )
+        return document.model_copy(update={"common": common})
+
+    async def _set(self, state: PartState, detail: str) -> None:
+        async with self._changed:
+            self._state = state
+            self._detail = detail
+            self._changed.notify_all()
+        self._on_event(PartEvent(part=self.name, state=state, detail=detail))
+
+    def _log_tail(self) -> str:
+        return self._process.log_tail() if self._process is not None else "(never started)"

@@ -1,0 +1,77 @@
+"""Questions to running processes: a worker's ledger, a router's status and traces. One call each."""
+
+from __future__ import annotations
+
+from moonpool.api.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from moonpool.rpc.calls import call
+from moonpool.rpc.channel import open_channel
+from moonpool.rpc.metadata import call_metadata
+from moonpool.wire.admin import RouterSnapshot, router_snapshot_from_pb, trace_from_pb
+from moonpool.wire.spans import Span
+from moonpool.wire.worker import LedgerReport, ledger_from_pb
+
+
+async def fetch_ledger(address: str, *, key: str, deadline_s: float) -> LedgerReport:
+    """What a worker holds, and for how many.
+
+    Args:
+        key: The cluster's RPC key.
+
+    Raises:
+        MoonpoolError: It did not answer, or not with a ledger.
+    """
+    async with open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]  # generated
+        reply = await call(
+            stub.Ledger,
+            worker_pb2.LedgerRequest(),
+            worker_pb2.LedgerReply,
+            peer=address,
+            deadline_s=deadline_s,
+            metadata=call_metadata(key=key),
+        )
+    return ledger_from_pb(reply)
+
+
+async def fetch_status(address: str, *, key: str | None, deadline_s: float) -> RouterSnapshot:
+    """What a router says of itself and of the workers it knows.
+
+    Args:
+        key: The door's API key, if it has one.
+
+    Raises:
+        MoonpoolError: It did not answer, or not with a status.
+    """
+    async with open_channel(address) as channel:
+        stub = admin_pb2_grpc.RouterAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        reply = await call(
+            stub.Status,
+            admin_pb2.StatusRequest(),
+            admin_pb2.StatusReply,
+            peer=address,
+            deadline_s=deadline_s,
+            metadata=call_metadata(key=key or ""),
+        )
+    return router_snapshot_from_pb(reply)
+
+
+async def fetch_trace(
+    address: str, request_id: str, *, key: str | None, deadline_s: float
+) -> tuple[Span, ...]:
+    """The closed spans of one of the last requests, by their start.
+
+    Raises:
+        NotFoundError: The router does not know it, or no longer.
+        MoonpoolError: It did not answer.
+    """
+    async with open_channel(address) as channel:
+        stub = admin_pb2_grpc.RouterAdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+        reply = await call(
+            stub.Trace,
+            admin_pb2.TraceRequest(request_id=request_id),
+            admin_pb2.TraceReply,
+            peer=address,
+            deadline_s=deadline_s,
+            metadata=call_metadata(key=key or ""),
+        )
+    return trace_from_pb(reply)

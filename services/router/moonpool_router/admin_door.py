@@ -1,0 +1,40 @@
+"""RouterAdmin over gRPC: what `moonpool status` and `moonpool trace` ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from moonpool.api.v1 import admin_pb2 as pb
+from moonpool.api.v1 import admin_pb2_grpc
+from moonpool.errors import NotFoundError
+from moonpool.telemetry.spans import TraceRing
+from moonpool.wire.admin import RouterSnapshot, router_snapshot_to_pb, trace_to_pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["RouterAdmin"].full_name
+
+
+class AdminDoor(admin_pb2_grpc.RouterAdminServicer):
+    """Reads only."""
+
+    def __init__(self, snapshot: Callable[[], RouterSnapshot], traces: TraceRing) -> None:
+        self._snapshot = snapshot
+        self._traces = traces
+
+    async def Status(  # noqa: N802 - the name is the protocol's
+        self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StatusReply:
+        return router_snapshot_to_pb(self._snapshot())
+
+    async def Trace(  # noqa: N802 - the name is the protocol's
+        self, request: pb.TraceRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TraceReply:
+        spans = self._traces.get(request.request_id)
+        if not spans:
+            raise NotFoundError(
+                f"No trace of request {request.request_id[:64]!r} is kept here.",
+                code="trace_not_found",
+                param="request_id",
+            )
+        return trace_to_pb(request.request_id, spans)

@@ -1,0 +1,61 @@
+"""AnswerTrace: the router's own spans of one request: the wait in its queue, and each attempt."""
+
+from __future__ import annotations
+
+from moonpool.dispatch.effects import EndRequest, Placement
+from moonpool.telemetry import names
+from moonpool.telemetry.spans import OpenSpan, Tracer
+
+
+class AnswerTrace:
+    """Children of the request's root span. Workers' spans are children of the same root.
+
+    Args:
+        root: Ended by its owner, after `end`.
+    """
+
+    def __init__(self, tracer: Tracer, root: OpenSpan) -> None:
+        self.root = root
+        self._tracer = tracer
+        #: The queue span or an attempt's: exactly one is open until the end.
+        self._open = tracer.start(names.SPAN_QUEUE, parent=root.context)
+
+    def on_placed(self, placement: Placement) -> None:
+        """The wait, or the attempt before, is over; a new attempt begins."""
+        if placement.previous_outcome:
+            self._open.fail(placement.previous_outcome)
+            self.root.event(names.EVENT_MIGRATED, reason=placement.previous_outcome)
+        self._open.end()
+        decision = placement.decision
+        self._open = self._tracer.start(
+            names.SPAN_ATTEMPT,
+            parent=self.root.context,
+            attributes={
+                names.ATTR_REQUEST_ID: placement.request_id,
+                names.ATTR_ATTEMPT: placement.attempt,
+                names.ATTR_REASON: decision.reason.value,
+                "moonpool.decode_worker": str(placement.decode.key),
+                "moonpool.prefill_worker": (
+                    str(placement.prefill.key) if placement.prefill is not None else ""
+                ),
+                "moonpool.num_uncached_tokens": decision.num_uncached_tokens,
+                "moonpool.threshold_tokens": decision.threshold_tokens,
+            },
+        )
+
+    def on_first_token(self) -> None:
+        self.root.event(names.EVENT_FIRST_TOKEN)
+
+    def on_end(self, end: EndRequest) -> None:
+        self.root.set_all(
+            {
+                names.ATTR_REQUEST_ID: end.request_id,
+                names.ATTR_INPUT_TOKENS: end.usage.num_prompt_tokens,
+                names.ATTR_OUTPUT_TOKENS: end.usage.num_output_tokens,
+                names.ATTR_CACHED_TOKENS: end.usage.num_cached_tokens,
+            }
+        )
+        if end.error_code is not None:
+            self._open.fail(end.error_code)
+            self.root.fail(end.error_code)
+        self._open.end()

@@ -1,0 +1,238 @@
+"""The router's composition root: the only file that names concrete adapters.
+
+Life
+  1. The model's tokenizer is read; the doors listen, health NOT_SERVING; the bus is tried for ever.
+  2. Workers that announce themselves (and seeds) are connected to; with the first that can decode the
+     router serves. Without one it says why, in status and in errors.
+  3. Drain: health NOT_SERVING; new requests are refused; streams that run end as they would.
+  4. Abort: what still runs fails with UNAVAILABLE. Links close: workers drop what was ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from moonpool import __version__
+from moonpool.api.v1 import admin_pb2_grpc, inference_pb2_grpc
+from moonpool.bus.nats import NatsBus
+from moonpool.bus.protocol import Bus
+from moonpool.bus.subjects import Subjects
+from moonpool.clock import Clock, SystemClock
+from moonpool.config.process import RouterConfig
+from moonpool.config.secret import load_or_create_secret
+from moonpool.dispatch.config import DispatchConfig
+from moonpool.dispatch.dispatcher import Dispatcher
+from moonpool.dispatch.membership import Membership, MembershipConfig
+from moonpool.errors import UnavailableError
+from moonpool.failpoints import Failpoints
+from moonpool.routing.disagg_decider import DisaggConfig
+from moonpool.rpc.options import PUBLIC_MESSAGE_BYTES
+from moonpool.rpc.server import RpcServer
+from moonpool.service.life import Life, ReadyFacts, Service
+from moonpool.telemetry.otlp import OtlpExport
+from moonpool.telemetry.spans import Span, Tracer, TraceRing
+from moonpool.wire.admin import RouterSnapshot, WorkerSnapshot
+from moonpool.wire.worker import RouterHello
+from moonpool_router import admin_door, inference_door
+from moonpool_router.admin_door import AdminDoor
+from moonpool_router.bus_listener import BusListener
+from moonpool_router.compatibility import Compatibility
+from moonpool_router.dispatch_loop import DispatchLoop
+from moonpool_router.inference_door import InferenceDoor
+from moonpool_router.pipeline import PipelineLimits, RequestPipeline
+from moonpool_router.served_model import ServedModel
+from moonpool_router.worker_links import WorkerLinks
+
+#: Streams that run are cut this long after the abort at the latest.
+_STOP_GRACE_S = 1.0
+
+
+def build(config: RouterConfig, *, bus: Bus | None = None, clock: Clock | None = None) -> Service:
+    """The router as a service.
+
+    Args:
+        bus, clock: In place of NATS and the machine's clocks, for tests.
+
+    Raises:
+        ConfigError: Failpoints that are not allowed.
+    """
+    return RouterService(config, bus=bus, clock=clock or SystemClock())
+
+
+class RouterService:
+    """Implements Service; see the file's head."""
+
+    def __init__(self, config: RouterConfig, *, bus: Bus | None, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        common = config.common
+        self._bus = bus or NatsBus(common.nats_url, name=f"{common.cluster} {config.router_id}")
+        self._failpoints = Failpoints.parse(
+            common.failpoints, is_allowed=common.unsafe_failpoints, state_dir=common.data_dir
+        )
+        self._changed = asyncio.Event()
+        self._is_draining = False
+        self._server: RpcServer | None = None
+        self._model: ServedModel | None = None
+        self._pipeline: RequestPipeline | None = None
+        self._loop: DispatchLoop | None = None
+
+    @property
+    def name(self) -> str:
+        return self._config.router_id
+
+    # -- Service --
+
+    async def start(self, life: Life) -> ReadyFacts:
+        config, common = self._config, self._config.common
+        secret = await asyncio.to_thread(load_or_create_secret, common.data_dir)
+        model = self._model = await asyncio.to_thread(
+            ServedModel.load,
+            common.model,
+            data_dir=common.data_dir,
+            served_name=config.router.served_model_name,
+        )
+        life.stack.callback(model.close)
+        traces = TraceRing(
+            max_traces=common.telemetry.num_kept_traces, export=await self._exporter(life)
+        )
+        compatibility = Compatibility(
+            model_fingerprint=model.facts.fingerprint, secret_fingerprint=secret.fingerprint
+        )
+        links = WorkerLinks(
+            hello=lambda: RouterHello(
+                router_id=config.router_id,
+                namespace=compatibility.namespace,
+                secret_fingerprint=secret.fingerprint,
+            ),
+            key=secret.rpc_key,
+        )
+        tracer = Tracer(clock=self._clock, sink=traces.add, process=self.name, rng=random.Random())
+        loop = self._loop = DispatchLoop(
+            Dispatcher(self._dispatch_config()),
+            Membership(MembershipConfig()),
+            links=links,
+            compatibility=compatibility,
+            traces=traces,
+            clock=self._clock,
+            failpoints=self._failpoints,
+            on_change=self._changed.set,
+        )
+        links.listen(loop)
+        pipeline = self._pipeline = RequestPipeline(
+            model,
+            loop,
+            limits=PipelineLimits(request_timeout_s=config.router.request_timeout_s),
+            tracer=tracer,
+            traces=traces,
+            clock=self._clock,
+        )
+        await life.enter(self._bus)
+        await life.enter(links)
+        server = await self._listen(life, pipeline, traces)
+        loop.start()
+        listener = BusListener(
+            self._bus, Subjects(common.cluster), loop, router_id=config.router_id
+        )
+        listener.watch_connection()
+        life.spawn(loop.run(), name="dispatch")
+        life.spawn(listener.listen(), name="announcements")
+        life.spawn(listener.ask(), name="who")
+        life.spawn(self._follow_readiness(server, loop), name="readiness")
+        return {"grpc_address": server.address, "grpc_port": server.port}
+
+    async def announce_drain(self) -> None:
+        assert self._server is not None
+        self._is_draining = True
+        await self._server.set_serving(False)
+
+    async def drain(self) -> None:
+        assert self._pipeline is not None
+        self._pipeline.drain()
+        await self._pipeline.wait_idle()
+
+    async def abort(self) -> None:
+        assert self._pipeline is not None
+        assert self._loop is not None
+        assert self._server is not None
+        self._loop.fail_all(
+            UnavailableError("The server shut down while it answered.", code="shutting_down")
+        )
+        await self._pipeline.wait_idle()
+        await self._server.stop(grace_s=_STOP_GRACE_S)
+
+    # -- parts --
+
+    async def _listen(self, life: Life, pipeline: RequestPipeline, traces: TraceRing) -> RpcServer:
+        settings = self._config.router
+        server = self._server = RpcServer(
+            host=settings.host,
+            port=settings.grpc_port,
+            key=settings.api_key,
+            max_message_bytes=PUBLIC_MESSAGE_BYTES,
+        )
+        server.add(
+            inference_pb2_grpc.add_InferenceServicer_to_server,
+            InferenceDoor(pipeline),
+            inference_door.SERVICE,
+        )
+        server.add(
+            admin_pb2_grpc.add_RouterAdminServicer_to_server,
+            AdminDoor(self._snapshot, traces),
+            admin_door.SERVICE,
+        )
+        await server.start()
+        life.stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
+        return server
+
+    async def _follow_readiness(self, server: RpcServer, loop: DispatchLoop) -> None:
+        """The health service says what `missing` says, at every change of the membership."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await server.set_serving(not self._is_draining and not loop.missing())
+
+    async def _exporter(self, life: Life) -> Callable[[Span], None]:
+        endpoint = self._config.common.telemetry.otlp_traces_endpoint
+        if endpoint is None:
+            return lambda _span: None
+        export = OtlpExport(endpoint, version=__version__)
+        life.stack.push_async_callback(asyncio.to_thread, export.close)
+        return export
+
+    def _dispatch_config(self) -> DispatchConfig:
+        threshold_tokens = self._config.common.local_prefill_tokens
+        busy_tokens = DisaggConfig().busy_threshold_tokens
+        return DispatchConfig(
+            disagg=DisaggConfig(
+                threshold_tokens=threshold_tokens,
+                busy_threshold_tokens=max(busy_tokens, threshold_tokens),
+            ),
+            max_queued_requests=self._config.router.max_queued_requests,
+        )
+
+    def _snapshot(self) -> RouterSnapshot:
+        assert self._loop is not None
+        assert self._model is not None
+        loop = self._loop
+        return RouterSnapshot(
+            router_id=self._config.router_id,
+            model=self._model.facts.name,
+            not_ready_because="The router is draining." if self._is_draining else loop.missing(),
+            is_bus_connected=self._bus.is_connected,
+            num_queued=loop.num_queued,
+            num_running=loop.num_running,
+            workers=tuple(
+                WorkerSnapshot(
+                    address=member.address,
+                    state=member.state.value,
+                    key=member.key,
+                    role=member.role,
+                    load=loop.load(member.key) if member.key is not None else None,
+                    because=member.because,
+                )
+                for member in loop.members()
+            ),
+        )

@@ -1,0 +1,384 @@
+"""DispatchLoop: feeds the router's two machines and performs what they want. Its only owner.
+
+    doors ---- RequestArrived, RequestCancelled ---->+------------+ SendPrefill, SendDecode, SendAbort
+    links ---- hellos, frames, cuts --> Membership ->| Dispatcher |-----------------> links
+    bus ------ announcements ---------> Membership   +------------+ EmitTokens, EndRequest --> answers
+
+Everything happens on one event loop, synchronously and in order: an event that an effect causes is
+handled after the effects of the event before it. Timers are the machines' own `next_due`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from moonpool.clock import Clock
+from moonpool.dispatch.dispatcher import Dispatcher
+from moonpool.dispatch.effects import (
+    DispatchEffect,
+    EmitTokens,
+    EndRequest,
+    Placed,
+    Placement,
+    SendAbort,
+    SendDecode,
+    SendPrefill,
+)
+from moonpool.dispatch.events import (
+    DispatchEvent,
+    DrainRequested,
+    LoadReported,
+    RequestArrived,
+    RequestStopped,
+    WorkerJoined,
+    WorkerLost,
+    WorkerMessageReceived,
+)
+from moonpool.dispatch.membership import (
+    Announcement,
+    CloseLink,
+    Member,
+    Membership,
+    MembershipEffect,
+    OpenLink,
+)
+from moonpool.errors import MoonpoolError
+from moonpool.failpoints import Failpoints
+from moonpool.handoff.messages import RouterMessage
+from moonpool.ids import RequestId, WorkerKey
+from moonpool.kv.block_hash import ModelNamespace
+from moonpool.routing.selector import Selection
+from moonpool.routing.worker_view import WorkerInfo
+from moonpool.telemetry import names
+from moonpool.telemetry.spans import TraceRing
+from moonpool.wire.session import WorkerFrame
+from moonpool.wire.spans import Span
+from moonpool.wire.worker import LoadReport, WorkerHello
+from moonpool_router.answer import Answer, PrefillTimes
+from moonpool_router.compatibility import Compatibility
+
+#: After the last decode-capable worker is gone, new requests wait this long for another before they
+#: are refused at once: a worker that crashed is back by then.
+NO_WORKER_GRACE_S = 30.0
+
+log = structlog.get_logger("moonpool.router")
+
+
+class Links(Protocol):
+    """The streams to workers, by address. All calls return at once."""
+
+    def open(self, address: str) -> None: ...
+
+    def close(self, address: str) -> None: ...
+
+    def send(self, address: str, message: RouterMessage) -> None:
+        """Dropped if the stream has been cut: its end is on its way."""
+        ...
+
+
+class DispatchLoop:
+    """See the file's head.
+
+    Args:
+        on_change: Called when a worker has come or gone; must return at once.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        membership: Membership,
+        *,
+        links: Links,
+        compatibility: Compatibility,
+        traces: TraceRing,
+        clock: Clock,
+        failpoints: Failpoints,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._membership = membership
+        self._links = links
+        self._compatibility = compatibility
+        self._traces = traces
+        self._clock = clock
+        self._failpoints = failpoints
+        self._on_change = on_change
+        self._answers: dict[RequestId, Answer] = {}
+        #: By the span id of the request's root: the parent of its workers' spans.
+        self._answers_by_span: dict[str, Answer] = {}
+        self._loads: dict[WorkerKey, LoadReport] = {}
+        #: Of joined workers.
+        self._hellos: dict[WorkerKey, WorkerHello] = {}
+        self._address_by_key: dict[WorkerKey, str] = {}
+        self._events: deque[DispatchEvent] = deque()
+        self._is_handling = False
+        self._wakeup = asyncio.Event()
+        self._last_ready_at: float | None = None
+
+    # -- for doors --
+
+    def begin(self, answer: Answer, arrived: RequestArrived) -> None:
+        """Take a request; its answer is fed until `forget`."""
+        assert answer.request_id == arrived.request.request_id
+        self._answers[answer.request_id] = answer
+        self._answers_by_span[answer.trace.root.context.span_id] = answer
+        self.handle(arrived)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Nobody reads this answer any more. Idempotent."""
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            del self._answers_by_span[answer.trace.root.context.span_id]
+
+    def fail_all(self, error: MoonpoolError) -> None:
+        """End every answer that has not ended (the router goes down)."""
+        for answer in tuple(self._answers.values()):
+            answer.fail(error)
+
+    def why_not_ready(self) -> str:
+        """Empty if requests can be taken; else who is missing, for a client and for status."""
+        if self._has_decode_worker():
+            return ""
+        now = self._clock.now()
+        if self._last_ready_at is not None and now < self._last_ready_at + NO_WORKER_GRACE_S:
+            return ""
+        return self.missing()
+
+    def missing(self) -> str:
+        """What keeps requests from being served this moment; empty if nothing does."""
+        if self._has_decode_worker():
+            return ""
+        if self._membership.live:
+            return "Prefill workers have joined, but no worker that can decode."
+        return "No worker has joined yet."
+
+    # -- events --
+
+    def handle(self, event: DispatchEvent) -> None:
+        """Handle an event and all that it causes."""
+        self._events.append(event)
+        self._drain_events()
+        self._wakeup.set()
+
+    def drain(self) -> None:
+        self.handle(DrainRequested())
+
+    def start(self) -> None:
+        self._change(self._membership.start(self._clock.now()))
+
+    def on_announced(self, announcement: Announcement) -> None:
+        self._change(self._membership.on_announced(announcement, self._clock.now()))
+
+    def on_bus_changed(self, is_connected: bool) -> None:
+        self._change(self._membership.on_bus_changed(is_connected, self._clock.now()))
+
+    def on_hello(self, address: str, hello: WorkerHello) -> None:
+        """Who lives at `address` has said who it is."""
+        info = WorkerInfo(
+            key=hello.worker,
+            role=hello.role,
+            address=address,
+            block_size=hello.namespace.block_size,
+        )
+        self._hellos[hello.worker] = hello
+        incompatibility = self._compatibility.incompatibility(hello)
+        self._change(self._membership.on_hello(address, info, incompatibility, self._clock.now()))
+        if hello.worker not in self._address_by_key:
+            del self._hellos[hello.worker]
+
+    def on_refused(self, address: str, reason: str) -> None:
+        self._change(self._membership.on_refused(address, reason, self._clock.now()))
+
+    def on_closed(self, address: str, reason: str) -> None:
+        self._change(self._membership.on_closed(address, reason, self._clock.now()))
+
+    def on_frame(self, address: str, key: WorkerKey, frame: WorkerFrame) -> None:
+        """One frame of one worker: its spans, its messages, then its load."""
+        self._membership.on_frame(address, self._clock.now())
+        if self._address_by_key.get(key) != address:
+            return
+        self._loads[key] = frame.load
+        for span in frame.spans:
+            self._on_span(span)
+        for report in frame.reports:
+            self.handle(WorkerMessageReceived(key=key, message=report.message))
+        self.handle(LoadReported(key=key, load=frame.load.worker_load))
+
+    async def run(self) -> None:
+        """The timers of both machines. For ever."""
+        while True:
+            self._wakeup.clear()
+            now = self._clock.now()
+            self._change(self._membership.tick(now))
+            self._perform(self._dispatcher.tick(now))
+            self._drain_events()
+            due = [self._membership.next_due(), self._dispatcher.next_wakeup(now)]
+            wait_s = min(
+                (max(moment - now, 0.0) for moment in due if moment is not None), default=None
+            )
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                continue
+
+    # -- for status --
+
+    @property
+    def num_queued(self) -> int:
+        return self._dispatcher.num_queued
+
+    @property
+    def num_running(self) -> int:
+        return self._dispatcher.num_requests - self._dispatcher.num_queued
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest prompt + answer that a joined decode worker takes; None without one."""
+        return max(
+            (hello.max_model_len for hello in self._hellos.values() if hello.role.can_decode),
+            default=None,
+        )
+
+    @property
+    def hello_namespace(self) -> ModelNamespace | None:
+        """What to tell a worker of ours."""
+        return self._compatibility.namespace
+
+    def members(self) -> tuple[Member, ...]:
+        return self._membership.members()
+
+    def load(self, key: WorkerKey) -> LoadReport | None:
+        """As of the worker's last frame."""
+        return self._loads.get(key)
+
+    # -- parts --
+
+    def _on_span(self, span: Span) -> None:
+        """A span that a worker has closed."""
+        self._traces.add(span)
+        answer = self._answers_by_span.get(span.parent_span_id)
+        if answer is not None and span.name == names.SPAN_PREFILL:
+            answer.on_prefilled(
+                PrefillTimes(
+                    started_unix_s=span.start_unix_ns / 1e9, ended_unix_s=span.end_unix_ns / 1e9
+                )
+            )
+
+    def _drain_events(self) -> None:
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                self._perform(self._dispatcher.handle(self._events.popleft(), self._clock.now()))
+        finally:
+            self._is_handling = False
+
+    def _change(self, effects: Sequence[MembershipEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case OpenLink(address=address):
+                    self._links.open(address)
+                case CloseLink(address=address, reason=reason):
+                    log.warning("worker.link_closed", address=address, reason=reason)
+                    self._links.close(address)
+                case WorkerJoined(info=info):
+                    log.info("worker.joined", worker=str(info.key), role=info.role, at=info.address)
+                    self._address_by_key[info.key] = info.address
+                    self._compatibility.adopt(self._hellos[info.key].namespace)
+                    self.handle(effect)
+                case WorkerLost(key=key):
+                    log.warning("worker.lost", worker=str(key))
+                    del self._address_by_key[key]
+                    del self._hellos[key]
+                    self._loads.pop(key, None)
+                    if not self._address_by_key:
+                        self._compatibility.release()
+                    self.handle(effect)
+        if self._has_decode_worker():
+            self._last_ready_at = self._clock.now()
+        if effects:
+            self._wakeup.set()
+            self._on_change()
+
+    def _perform(self, effects: Sequence[DispatchEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendPrefill() | SendDecode() | SendAbort():
+                    address = self._address_by_key.get(effect.key)
+                    if address is not None:
+                        self._links.send(address, effect.message)
+                case EmitTokens(request_id=request_id, run=run):
+                    self._failpoints.hit("router.after_token", run.end_position - 1)
+                    answer = self._answers.get(request_id)
+                    if answer is not None and answer.on_tokens(run, self._clock.unix()):
+                        self._events.append(
+                            RequestStopped(
+                                request_id=request_id, num_output_tokens=answer.num_tokens
+                            )
+                        )
+                case EndRequest(request_id=request_id):
+                    self._log_end(effect)
+                    answer = self._answers.get(request_id)
+                    if answer is not None:
+                        answer.on_end(effect)
+                case Placed(placement=placement):
+                    self._failpoints.hit("router.before_dispatch")
+                    self._log_placement(placement)
+                    answer = self._answers.get(placement.request_id)
+                    if answer is not None:
+                        answer.on_placed(placement, self._clock.unix())
+
+    def _has_decode_worker(self) -> bool:
+        return any(
+            info.role.can_decode
+            and not ((load := self._loads.get(info.key)) is not None and load.is_draining)
+            for info in self._membership.live
+        )
+
+    def _log_placement(self, placement: Placement) -> None:
+        decision = placement.decision
+        log.info(
+            "request.placed",
+            request_id=placement.request_id,
+            attempt=placement.attempt,
+            decode=str(placement.decode.key),
+            prefill=str(placement.prefill.key) if placement.prefill else None,
+            reason=decision.reason,
+            num_uncached_tokens=decision.num_uncached_tokens,
+            num_cached_tokens=decision.num_cached_tokens,
+            threshold_tokens=decision.threshold_tokens,
+            least_queued_tokens=decision.least_queued_tokens,
+            decode_scores=_scores(placement.decode),
+            prefill_scores=_scores(placement.prefill) if placement.prefill else None,
+            after=placement.previous_outcome or None,
+        )
+
+    def _log_end(self, end: EndRequest) -> None:
+        log.info(
+            "request.ended",
+            request_id=end.request_id,
+            finish_reason=end.finish_reason,
+            error=end.error_code,
+            num_prompt_tokens=end.usage.num_prompt_tokens,
+            num_output_tokens=end.usage.num_output_tokens,
+            num_cached_tokens=end.usage.num_cached_tokens,
+            num_attempts=end.usage.num_attempts,
+            num_failures=end.usage.num_failures,
+        )
+
+
+def _scores(selection: Selection) -> dict[str, str]:
+    """Each candidate's score, or why it has none."""
+    return {
+        str(candidate.key): (
+            f"{candidate.score:g}" if candidate.score is not None else str(candidate.filtered)
+        )
+        for candidate in selection.candidates
+    }

@@ -1,0 +1,62 @@
+"""The public gRPC door: Inference.Generate and ListModels over the request pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+
+from moonpool.api.v1 import inference_pb2 as pb
+from moonpool.api.v1 import inference_pb2_grpc
+from moonpool.rpc.metadata import read_metadata
+from moonpool.wire.inference import generation_event_to_pb, generation_request_from_pb
+from moonpool_router.pipeline import CLIENT_STALL_S, RequestPipeline
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+log = structlog.get_logger("moonpool.router")
+
+
+class InferenceDoor(inference_pb2_grpc.InferenceServicer):
+    """Errors leave as MoonpoolError; the server's interceptor maps them."""
+
+    def __init__(self, pipeline: RequestPipeline, *, stall_s: float = CLIENT_STALL_S) -> None:
+        self._pipeline = pipeline
+        self._stall_s = stall_s
+
+    async def Generate(  # noqa: N802 - the name is the protocol's
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateReply]:
+        """Stream an answer. Ends the request when the client cancels or does not read."""
+        call = read_metadata(context.invocation_metadata())
+        generation = generation_request_from_pb(
+            request, deadline_s=context.time_remaining(), traceparent=call.traceparent
+        )
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        async with self._pipeline.submit(generation) as answer:
+            async for event in answer:
+                # While this generator is suspended in `yield`, gRPC writes; a client that does not
+                # read holds it there.
+                stall = loop.call_later(self._stall_s, _give_up, task, answer.request_id)
+                try:
+                    yield generation_event_to_pb(event)
+                finally:
+                    stall.cancel()
+
+    async def ListModels(  # noqa: N802 - the name is the protocol's
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsReply:
+        """The one model that is served."""
+        model = pb.ModelInfo(
+            id=self._pipeline.model_name, max_model_len=self._pipeline.max_model_len
+        )
+        return pb.ListModelsReply(models=[model])
+
+
+def _give_up(task: asyncio.Task[None], request_id: str) -> None:
+    log.warning("request.client_stalled", request_id=request_id)
+    task.cancel()

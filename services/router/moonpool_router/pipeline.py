@@ -1,0 +1,212 @@
+"""RequestPipeline: from a client's request to its answer. Every door (gRPC, HTTP) stands on it.
+
+    async with pipeline.submit(request) as answer:     # raises before a byte is sent, if it will
+        async for event in answer: ...                 # GenerationChunk ..., GenerationDone; or raises
+
+Rules
+- What can be known to fail, fails on entry: a door can still choose its status.
+- Leaving the context ends the request, whatever state it is in: a door whose client went away just
+  leaves. A door bounds each of its writes (`CLIENT_STALL_S`), so that a client that does not read is
+  a client that went away.
+- Templates and tokenization run in threads: the loop serves everyone's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from moonpool.clock import Clock
+from moonpool.dispatch.events import RequestArrived, RequestCancelled
+from moonpool.errors import MoonpoolError, NotFoundError, OverloadedError, UnavailableError
+from moonpool.ids import RequestId
+from moonpool.inference.answer_text import AnswerText
+from moonpool.inference.generation import (
+    ChatPrompt,
+    GenerationRequest,
+    check_cache_salt,
+    check_stop,
+    resolve_sampling,
+)
+from moonpool.inference.request import InferenceRequest
+from moonpool.telemetry import names
+from moonpool.telemetry.spans import OpenSpan, Tracer, TraceRing
+from moonpool_router.answer import Answer
+from moonpool_router.answer_trace import AnswerTrace
+from moonpool_router.dispatch_loop import DispatchLoop
+from moonpool_router.served_model import ServedModel
+
+#: A client that takes nothing for this long is gone.
+CLIENT_STALL_S = 30.0
+#: What a client is told when nobody can serve it now.
+_RETRY_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLimits:
+    max_requests: int = 1_024
+    #: Deadline of a request whose client sets none.
+    request_timeout_s: float = 600.0
+
+
+class RequestPipeline:
+    """See the file's head."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        loop: DispatchLoop,
+        *,
+        limits: PipelineLimits,
+        tracer: Tracer,
+        traces: TraceRing,
+        clock: Clock,
+    ) -> None:
+        self._model = model
+        self._loop = loop
+        self._tracer = tracer
+        self._traces = traces
+        self._limits = limits
+        self._clock = clock
+        self._is_draining = False
+        #: Entered, tokenizing ones included.
+        self._num_requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self._model.facts.name
+
+    @property
+    def max_model_len(self) -> int:
+        """The model's, or less if every worker that lives allows less."""
+        own = self._model.facts.max_model_len
+        return min(own, self._loop.max_model_len or own)
+
+    def drain(self) -> None:
+        """Refuse what is new from here on."""
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Return when every door has left every answer."""
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[Answer]:
+        """Check, tokenize and place one request; see the file's head.
+
+        Raises:
+            InvalidRequestError, NotFoundError: It can never succeed as it is.
+            OverloadedError: The router holds as many requests as it may.
+            UnavailableError: Draining, or nobody can serve it.
+        """
+        arrived_s, arrived_unix_s = self._clock.now(), self._clock.unix()
+        self._admit(request)
+        self._num_requests += 1
+        self._idle.clear()
+        request_id = RequestId(uuid.uuid4().hex)
+        root = self._root_span(request)
+        self._traces.begin(request_id, root.context)
+        try:
+            answer = await self._prepare(request, request_id, root, arrived_unix_s)
+            timeout_s = self._limits.request_timeout_s
+            if request.deadline_s is not None:
+                timeout_s = min(request.deadline_s, timeout_s)
+            self._loop.begin(
+                answer,
+                RequestArrived(
+                    request=answer.request,
+                    deadline_s=max(timeout_s - (self._clock.now() - arrived_s), 0.0),
+                ),
+            )
+            try:
+                yield answer
+            finally:
+                if not answer.is_ended:
+                    self._loop.handle(RequestCancelled(request_id=answer.request_id))
+                self._loop.forget(answer.request_id)
+        except MoonpoolError as error:
+            root.fail(error.code)
+            raise
+        finally:
+            root.end()
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._idle.set()
+
+    def _admit(self, request: GenerationRequest) -> None:
+        if self._is_draining:
+            raise UnavailableError(
+                "The server is shutting down.", code="shutting_down", retry_after_s=_RETRY_AFTER_S
+            )
+        if request.model not in ("", self.model_name):
+            raise NotFoundError(
+                f"The model {request.model[:64]!r} does not exist here; "
+                f"available: {self.model_name!r}.",
+                code="model_not_found",
+                param="model",
+            )
+        if self._num_requests >= self._limits.max_requests:
+            raise OverloadedError(
+                f"The server holds {self._num_requests} requests, as many as it may.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        reason = self._loop.why_not_ready()
+        if reason:
+            raise UnavailableError(reason, code="model_loading", retry_after_s=_RETRY_AFTER_S)
+
+    async def _prepare(
+        self,
+        request: GenerationRequest,
+        request_id: RequestId,
+        root: OpenSpan,
+        arrived_unix_s: float,
+    ) -> Answer:
+        check_stop(request.options.stop)
+        check_cache_salt(request.cache_salt)
+        with self._tracer.start(names.SPAN_TOKENIZE, parent=root.context):
+            token_ids = await self._model.token_ids(request.prompt)
+        facts = self._model.facts
+        sampling = resolve_sampling(
+            request.options,
+            defaults=facts.defaults,
+            num_prompt_tokens=len(token_ids),
+            max_model_len=self.max_model_len,
+            vocab_size=facts.vocab_size,
+            minted_seed=secrets.randbits(64),
+        )
+        return Answer(
+            InferenceRequest(
+                request_id=request_id,
+                model=facts.name,
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                arrival_unix_s=arrived_unix_s,
+                tenant=request.tenant,
+                cache_salt=request.cache_salt,
+                traceparent=root.traceparent,
+            ),
+            AnswerText(self._model.detokenizer(), request.options.stop),
+            trace=AnswerTrace(self._tracer, root),
+            arrived_unix_s=arrived_unix_s,
+            tokenized_unix_s=self._clock.unix(),
+        )
+
+    def _root_span(self, request: GenerationRequest) -> OpenSpan:
+        is_chat = isinstance(request.prompt, ChatPrompt)
+        operation = names.SPAN_CHAT if is_chat else names.SPAN_COMPLETION
+        return self._tracer.start(
+            f"{operation} {self.model_name}",
+            parent=request.traceparent,
+            attributes={
+                names.ATTR_OPERATION: operation,
+                names.ATTR_PROVIDER: "moonpool",
+                names.ATTR_MODEL: self.model_name,
+            },
+        )
