@@ -84,6 +84,14 @@ class LeafGeometry:
             + self.plane_bytes
         )
 
+    def leaf_ends(self, blocks: Int64Array, layers: Int64Array) -> Int64Array:
+        """int64[n]: where the last plane of each (block, layer) ends, in bytes from the pool's start."""
+        return (
+            blocks * self.block_stride
+            + layers * self.layer_stride
+            + (self.first_byte + (self.num_planes - 1) * self.plane_stride + self.plane_bytes)
+        )
+
     def validate(self) -> None:
         """Raise ValueError unless every leaf lies inside of the region."""
         counts = (self.num_blocks, self.num_layers, self.num_planes, self.plane_bytes)

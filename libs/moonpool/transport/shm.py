@@ -15,7 +15,7 @@ from moonpool.kv.region import KvRegion
 from moonpool.memory.fd_server import fetch_region
 from moonpool.memory.region import ReadOnlyRegion
 from moonpool.memory.worker_memory import POOL_NAME
-from moonpool.native import Kernels, RangeError
+from moonpool.native import CopyRoute, Kernels, RangeError
 from moonpool.transport.base import KvPeer, KvRead, LocalPool, ReadResult, peer_lost
 from moonpool.transport.copier import Copier, CopyCancelledError, CopyJob
 
@@ -75,10 +75,10 @@ class ShmPeer:
     ) -> None:
         self._region = region
         self._mapped = mapped
-        self._route = copier.route(mapped.bytes, pool)
+        #: None once closed: the route keeps the peer's memory mapped.
+        self._route: CopyRoute | None = copier.route(mapped.bytes, pool)
         self._copier = copier
         self._jobs: set[CopyJob] = set()
-        self._is_closed = False
 
     @property
     def region(self) -> KvRegion:
@@ -86,11 +86,11 @@ class ShmPeer:
 
     @property
     def is_lost(self) -> bool:
-        return self._is_closed
+        return self._route is None
 
     async def read(self, read: KvRead, *, timeout_s: float) -> ReadResult:
         """See KvPeer. Nothing here waits for the peer, so `timeout_s` has nothing to bound."""
-        if self._is_closed:
+        if self._route is None:
             raise peer_lost(f"{self._region.worker} is closed")
         started = time.monotonic()
         job = self._copier.submit(self._route, read.spans, read.checks)
@@ -113,11 +113,10 @@ class ShmPeer:
         )
 
     async def close(self) -> None:
-        self._is_closed = True
+        self._route = None
         jobs = list(self._jobs)
         for job in jobs:
             job.drop()
         for job in jobs:
             await job.settle()
-        del self._route
         self._mapped.close()

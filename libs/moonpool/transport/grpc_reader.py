@@ -1,0 +1,259 @@
+"""The gRPC transport: one bidirectional stream of raw bytes to each peer, reads pipelined on it.
+
+Life of a peer
+1. connect: a channel and a stream of its own; Open is answered, or the peer is not who we mean.
+2. Two tasks: one sends requests and credit, one receives bytes and hands them to the copy thread.
+3. Credit: at most `window_bytes` are under way or wait to be copied, so a slow reader slows the sender.
+4. Any end of the stream (the peer died, refused, or we close) fails every pending read at once; the
+   peer is lost, and a new connect is a new stream.
+
+A read that is cancelled or too late is abandoned: its bytes still come, in their place in the stream,
+and are thrown away. It ends only when its last copy job has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import grpc
+
+from moonpool.errors import TransferError
+from moonpool.kv.region import KvRegion
+from moonpool.native import Kernels
+from moonpool.transport.base import (
+    KvPeer,
+    KvRead,
+    LocalPool,
+    ReadResult,
+    peer_lost,
+    read_timed_out,
+)
+from moonpool.transport.copier import Copier
+from moonpool.transport.incoming import IncomingRead
+from moonpool.wire import kv_read
+
+#: Bytes under way: enough for 1 MiB messages to keep both ends busy.
+WINDOW_BYTES = 16 << 20
+
+ChannelFactory = Callable[[str], grpc.aio.Channel]
+
+
+class GrpcTransport:
+    """Reads from any peer that serves KvPlane.
+
+    Args:
+        pool: The reader's own memory.
+        make_channel: A new channel to `host:port`, with the cluster's options (rpc.make_channel).
+        metadata: Sent with every stream: the cluster's key.
+    """
+
+    name = "grpc"
+
+    def __init__(
+        self,
+        *,
+        pool: LocalPool,
+        kernels: Kernels,
+        make_channel: ChannelFactory,
+        metadata: Sequence[tuple[str, str]] = (),
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self._pool = pool
+        self._kernels = kernels
+        self._make_channel = make_channel
+        self._metadata = tuple(metadata)
+        self._window_bytes = window_bytes
+        self._copier: Copier | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._peers: set[GrpcPeer] = set()
+
+    async def __aenter__(self) -> GrpcTransport:
+        await self._tasks.__aenter__()
+        self._copier = Copier(self._kernels)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._copier is not None
+        try:
+            for peer in list(self._peers):
+                await peer.close()
+        finally:
+            self._copier.close()
+            await self._tasks.__aexit__(kind, error, traceback)
+
+    def why_not(self, region: KvRegion) -> str | None:
+        return None if region.grpc_address else f"{region.worker} serves no gRPC reads"
+
+    async def connect(self, region: KvRegion, *, timeout_s: float) -> KvPeer:
+        assert self._copier is not None, "not entered"
+        reason = self.why_not(region)
+        if reason is not None:
+            raise TransferError(reason, code="kv_transport_unusable")
+        channel = self._make_channel(region.grpc_address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                call = channel.stream_stream(kv_read.METHOD)(metadata=self._metadata)
+                opened = kv_read.OpenRead(source=region.worker, credit_bytes=self._window_bytes)
+                await call.write(kv_read.encode(opened))
+                if await call.read() != b"":
+                    raise peer_lost(f"{region.worker} did not answer as a KvPlane")
+        except BaseException as error:
+            await channel.close()
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise _transfer_error(region, error) from error
+            if isinstance(error, asyncio.InvalidStateError):
+                raise peer_lost(f"{region.worker} closed the stream") from error
+            if isinstance(error, TimeoutError):
+                raise read_timed_out(region.worker, timeout_s) from error
+            raise
+        peer = GrpcPeer(
+            region, channel, call, self._pool, self._copier, self._window_bytes, self._peers.discard
+        )
+        self._peers.add(peer)
+        peer.start(self._tasks)
+        return peer
+
+
+class GrpcPeer:
+    """One stream to one incarnation."""
+
+    def __init__(
+        self,
+        region: KvRegion,
+        channel: grpc.aio.Channel,
+        call: grpc.aio.StreamStreamCall,
+        pool: LocalPool,
+        copier: Copier,
+        window_bytes: int,
+        on_closed: Callable[[GrpcPeer], None],
+    ) -> None:
+        self._region = region
+        self._channel = channel
+        self._call = call
+        self._pool = pool
+        self._copier = copier
+        self._grant_bytes = window_bytes // 4
+        self._on_closed = on_closed
+        self._tasks: list[asyncio.Task[None]] = []
+        #: In the order of their requests, which is the order of their bytes.
+        self._pending: deque[IncomingRead] = deque()
+        #: Reads that have not ended for their caller.
+        self._reads: set[IncomingRead] = set()
+        self._requests: asyncio.Queue[kv_read.ReadMessage] = asyncio.Queue()
+        self._num_consumed = 0
+        self._lost: TransferError | None = None
+
+    @property
+    def region(self) -> KvRegion:
+        return self._region
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Run the stream's two tasks in `tasks` until close()."""
+        self._tasks = [tasks.create_task(self._send()), tasks.create_task(self._receive())]
+
+    async def read(self, read: KvRead, *, timeout_s: float) -> ReadResult:
+        started = time.monotonic()
+        if self._lost is not None:
+            raise _again(self._lost)
+        incoming = IncomingRead(read, self._pool, self._copier, self._on_consumed)
+        self._reads.add(incoming)
+        try:
+            if incoming.num_bytes:
+                spans = read.spans[read.spans[:, 2] > 0][:, ::2]
+                self._pending.append(incoming)
+                self._requests.put_nowait(kv_read.ReadSpans(spans=spans))
+            else:
+                incoming.accept(b"")
+            async with asyncio.timeout(timeout_s):
+                await incoming.done
+        except TimeoutError:
+            raise read_timed_out(self._region.worker, timeout_s) from None
+        finally:
+            self._reads.discard(incoming)
+            await incoming.settle()
+        bad = incoming.bad_checks
+        return ReadResult(
+            num_bytes=incoming.num_bytes,
+            bad_leaves=tuple(sorted(read.order[bad].tolist())),
+            elapsed_s=time.monotonic() - started,
+        )
+
+    async def close(self) -> None:
+        self._lose(peer_lost(f"the stream to {self._region.worker} was closed"))
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._on_closed(self)
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _send(self) -> None:
+        try:
+            while True:
+                await self._call.write(kv_read.encode(await self._requests.get()))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The stream has ended; the receiving task sees why.
+            return
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                message = await self._call.read()
+                if message is grpc.aio.EOF:
+                    code, details = await self._call.code(), await self._call.details()
+                    self._lose(peer_lost(f"{self._region.worker}: {code.name}: {details}"))
+                    return
+                if not message or not self._pending or len(message) > self._pending[0].num_missing:
+                    self._lose(
+                        peer_lost(f"{self._region.worker} sent bytes that were not asked for")
+                    )
+                    return
+                incoming = self._pending[0]
+                incoming.accept(message)
+                if not incoming.num_missing:
+                    self._pending.popleft()
+        except grpc.aio.AioRpcError as error:
+            self._lose(_transfer_error(self._region, error))
+
+    def _on_consumed(self, num_bytes: int) -> None:
+        self._num_consumed += num_bytes
+        if self._num_consumed >= self._grant_bytes and self._lost is None:
+            self._requests.put_nowait(kv_read.GrantCredit(credit_bytes=self._num_consumed))
+            self._num_consumed = 0
+
+    def _lose(self, error: TransferError) -> None:
+        if self._lost is None:
+            self._lost = error
+            for incoming in self._reads:
+                incoming.fail(_again(error))
+
+
+_CODES = {
+    grpc.StatusCode.FAILED_PRECONDITION: "kv_wrong_incarnation",
+    grpc.StatusCode.OUT_OF_RANGE: "kv_out_of_bounds",
+}
+
+
+def _transfer_error(region: KvRegion, error: grpc.aio.AioRpcError) -> TransferError:
+    return TransferError(
+        f"{region.worker}: {error.code().name}: {error.details()}",
+        code=_CODES.get(error.code(), "kv_peer_lost"),
+    )
+
+
+def _again(error: TransferError) -> TransferError:
+    return TransferError(error.message, code=error.code)

@@ -1,0 +1,122 @@
+"""The serving end of the gRPC transport: KvPlane.Read, a stream of raw bytes out of our pool.
+
+    reader   Open(source, credit)   Spans   Spans   Credit ...
+    server   empty message          bytes of the first spans in order   bytes of the second ...
+
+Rules
+1. The empty message says that Open was accepted: the source named is this incarnation.
+2. A message holds up to MESSAGE_BYTES of one read. Never more bytes are under way than credit allows.
+3. The stream's only other end is an error: FAILED_PRECONDITION for another incarnation, OUT_OF_RANGE
+   for spans outside of the pool, INVALID_ARGUMENT for what no reader sends.
+4. The server reads its own memory as it is. Whether the bytes are those that were announced is for
+   the reader's digest to tell.
+
+It needs no task of its own: it takes a request only when it can send nothing, since it has no work or
+no credit, and what the reader sends meanwhile waits in the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from moonpool.errors import FailedPreconditionError
+from moonpool.ids import WorkerKey
+from moonpool.transport.base import ByteArray, Int64Array
+from moonpool.wire import kv_read
+from moonpool.wire.fields import InvalidMessageError
+
+#: 512 KiB to 1 MiB is where gRPC moves most bytes per second; larger messages are slower.
+MESSAGE_BYTES = 1 << 20
+#: A stream must say whom it means within this time.
+OPEN_TIMEOUT_S = 5.0
+
+#: The pool of the incarnation named, uint8[pool_bytes].
+#: Raises FailedPreconditionError if it is not the one that lives here.
+PoolOf = Callable[[WorkerKey], ByteArray]
+
+
+def kv_read_handler(pool_of: PoolOf) -> grpc.GenericRpcHandler:
+    """The handler to add to a grpc.aio server, raw bytes both ways."""
+
+    async def read(
+        requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        try:
+            async for message in _serve(requests, pool_of):
+                yield message
+        except FailedPreconditionError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        except _OutOfRangeError as error:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
+        except InvalidMessageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no ReadOpen came")
+
+    return grpc.method_handlers_generic_handler(
+        kv_read.SERVICE, {"Read": grpc.stream_stream_rpc_method_handler(read)}
+    )
+
+
+class _OutOfRangeError(Exception):
+    """A span is outside of the pool."""
+
+
+class _Outgoing:
+    """The rest of one read's bytes."""
+
+    def __init__(self, pool: ByteArray, spans: Int64Array) -> None:
+        ends = spans.sum(axis=1)
+        if spans.min() < 0 or ends.max() > pool.size:
+            raise _OutOfRangeError(f"spans end at byte {ends.max()} of a pool of {pool.size}")
+        self._bytes: memoryview = pool.data
+        self._spans = spans.tolist()
+        self._row = 0
+        self._at = 0
+        self.num_left = int(spans[:, 1].sum())
+
+    def take(self, num_bytes: int) -> bytes:
+        """The next `num_bytes`, which is at most `num_left`."""
+        self.num_left -= num_bytes
+        pieces: list[memoryview] = []
+        while num_bytes:
+            offset, length = self._spans[self._row]
+            count = min(length - self._at, num_bytes)
+            pieces.append(self._bytes[offset + self._at : offset + self._at + count])
+            num_bytes -= count
+            self._at += count
+            if self._at == length:
+                self._row, self._at = self._row + 1, 0
+        return b"".join(pieces)
+
+
+async def _serve(requests: AsyncIterator[bytes], pool_of: PoolOf) -> AsyncIterator[bytes]:
+    async with asyncio.timeout(OPEN_TIMEOUT_S):
+        first = await anext(requests, None)
+    opened = None if first is None else kv_read.decode(first)
+    if not isinstance(opened, kv_read.OpenRead):
+        raise InvalidMessageError("the first message of a read stream is ReadOpen")
+    pool = pool_of(opened.source)
+    credit = opened.credit_bytes
+    reads: deque[_Outgoing] = deque()
+    yield b""
+    while True:
+        while reads and credit >= (count := min(reads[0].num_left, MESSAGE_BYTES)):
+            yield reads[0].take(count)
+            credit -= count
+            if not reads[0].num_left:
+                reads.popleft()
+        request = await anext(requests, None)
+        if request is None:
+            return
+        match kv_read.decode(request):
+            case kv_read.ReadSpans(spans=spans):
+                reads.append(_Outgoing(pool, spans))
+            case kv_read.GrantCredit(credit_bytes=more):
+                credit += more
+            case kv_read.OpenRead():
+                raise InvalidMessageError("a read stream is opened once")

@@ -1,0 +1,151 @@
+"""A worker's pool with random KV, offered to readers by both transports; and the reads of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from moonpool import native
+from moonpool.errors import FailedPreconditionError
+from moonpool.ids import Incarnation, WorkerId, WorkerKey
+from moonpool.kv.layout import KvLayout
+from moonpool.kv.region import KvRegion
+from moonpool.memory.fd_server import FdServer, socket_name
+from moonpool.memory.host import host_id
+from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
+from moonpool.native.geometry import ByteArray, LeafGeometry
+from moonpool.rpc.channel import make_channel
+from moonpool.transport.base import KvRead, LocalPool
+from moonpool.transport.grpc_reader import GrpcTransport
+from moonpool.transport.grpc_server import kv_read_handler
+from moonpool.transport.shm import ShmTransport
+
+SMALL = KvLayout.block_major(
+    num_blocks=24, num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32"
+)
+
+
+@dataclass(kw_only=True)
+class KvSource:
+    """The owner's side: memory, its digests, and where it can be read."""
+
+    memory: WorkerMemory
+    region: KvRegion
+    seen: list[WorkerKey] = field(default_factory=list)
+
+    @property
+    def layout(self) -> KvLayout:
+        return self.memory.layout
+
+    @property
+    def pool(self) -> ByteArray:
+        return self.memory.pool.bytes
+
+    def pool_of(self, worker: WorkerKey) -> ByteArray:
+        self.seen.append(worker)
+        if worker != self.region.worker:
+            raise FailedPreconditionError(f"{worker} does not live here")
+        return self.pool
+
+
+def fill_with_random_kv(memory: WorkerMemory, seed: int) -> None:
+    """Random bytes everywhere, and the leaves of every block."""
+    rng = np.random.default_rng(seed)
+    memory.pool.bytes[:] = rng.integers(0, 256, memory.layout.pool_bytes, np.uint8)
+    blocks = np.arange(memory.layout.num_blocks, dtype=np.int32)
+    for layer in range(memory.layout.num_layers):
+        native.kernels().write_leaves(
+            memory.pool.bytes,
+            LeafGeometry.of_layout(memory.layout),
+            blocks,
+            layer,
+            memory.leaf_digests,
+        )
+
+
+@asynccontextmanager
+async def serve_kv(layout: KvLayout = SMALL, *, seed: int = 0) -> AsyncIterator[KvSource]:
+    """A source in this process, by shm and gRPC."""
+    worker = WorkerKey(WorkerId("source"), Incarnation(os.urandom(8).hex()))
+    memory = WorkerMemory.create(layout)
+    fill_with_random_kv(memory, seed)
+    memory.seal()
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    source = KvSource(
+        memory=memory,
+        region=KvRegion(
+            worker=worker,
+            layout=layout,
+            pool_bytes=layout.pool_bytes,
+            digest_kind="xxh3-64",
+            host_id=host_id(),
+            fd_socket=socket_name(worker),
+            grpc_address=f"127.0.0.1:{port}",
+        ),
+    )
+    server.add_generic_rpc_handlers((kv_read_handler(source.pool_of),))
+    fd_server = FdServer(source.region.fd_socket, {POOL_NAME: memory.pool.fd})
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fd_server.run())
+            await server.start()
+            try:
+                yield source
+            finally:
+                await server.stop(0)
+                task.cancel()
+    finally:
+        memory.close()
+
+
+def reader_pool(layout: KvLayout = SMALL) -> LocalPool:
+    return LocalPool.of(np.zeros(layout.pool_bytes, np.uint8), layout)
+
+
+def make_transport(name: str, pool: LocalPool, **options: int) -> ShmTransport | GrpcTransport:
+    """A transport by its name, with this process's kernels."""
+    if name == "shm":
+        return ShmTransport(pool=pool, host_id=host_id(), kernels=native.kernels())
+    return GrpcTransport(pool=pool, kernels=native.kernels(), make_channel=make_channel, **options)
+
+
+def leaf_bytes(layout: KvLayout, block: int, layer: int) -> tuple[int, int]:
+    """[start, end) of a leaf whose planes are neighbours."""
+    (group,) = layout.groups
+    start = block * group.block_stride_bytes + layer * group.layer_stride_bytes
+    return start, start + layout.layer_block_bytes(group)
+
+
+def block_read(
+    layout: KvLayout,
+    digests: npt.NDArray[np.uint64],
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    layers: Sequence[int],
+) -> KvRead:
+    """Read `layers` of each block, one span per leaf; leaf i * len(layers) + j is block i, layer j."""
+    leaves = [
+        (source, target, layer)
+        for source, target in zip(source_blocks, target_blocks, strict=True)
+        for layer in layers
+    ]
+    spans = []
+    for source, target, layer in leaves:
+        begin, end = leaf_bytes(layout, source, layer)
+        spans.append((begin, leaf_bytes(layout, target, layer)[0], end - begin))
+    sources, targets, of_layers = np.array(leaves).T
+    return KvRead.of(
+        np.array(spans, np.int64),
+        blocks=targets,
+        layers=of_layers,
+        expected=digests[sources, of_layers],
+        after_span=np.arange(len(spans)),
+    )
