@@ -17,8 +17,8 @@ from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from support.kv import make_chain
 
 NUM_BLOCKS = 10
-#: Two letters and short chains: prefixes are shared, runs are split, the pool is too small.
-texts = st.text("ab", min_size=1, max_size=6)
+#: Few chains that part at different depths: prefixes are shared, runs split, the pool is too small.
+texts = st.sampled_from(["a", "aa", "aaaa", "aaaaaa", "aab", "aabb", "aaba", "abba", "ab", "bbbb"])
 
 
 @dataclass(slots=True)

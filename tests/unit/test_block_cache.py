@@ -90,6 +90,17 @@ def test_using_the_head_of_a_run_does_not_keep_its_tail(cache: BlockCache) -> No
     assert (found(cache, "abcd"), found(cache, "xy")) == (2, 0)
 
 
+def test_using_a_chain_again_makes_it_the_last_to_go(cache: BlockCache) -> None:
+    cache.release(hold(cache, "ab"))
+    cache.release(hold(cache, "xy"))
+    cache.release(hold(cache, "ab"))
+    cache.allocate(6)
+    assert (found(cache, "ab"), found(cache, "xy")) == (2, 0)
+    cache.validate()
+    cache.allocate(2)
+    assert found(cache, "ab") == 0
+
+
 def test_referenced_blocks_are_never_evicted(cache: BlockCache) -> None:
     hold(cache, "abc")
     cache.release(hold(cache, "abcde"))
@@ -150,6 +161,18 @@ def test_a_canonical_block_can_go_before_what_hangs_below_it(cache: BlockCache) 
     assert cache.insert([a, b, c, d], second).num_new == 4
     cache.release(second)
     assert numbers(cache) == (0, 4, 4)
+
+
+def test_the_head_of_a_split_run_can_still_go(cache: BlockCache) -> None:
+    cache.release(hold(cache, "abcd"))
+    private = cache.allocate(3)
+    cache.insert(make_chain("abx"), private)
+    cache.validate()
+    assert numbers(cache) == (1, 4, 3)
+    cache.allocate(5)
+    assert found(cache, "abx") == 0
+    cache.release(private)
+    assert numbers(cache) == (3, 0, 5)
 
 
 def test_clear_keeps_what_is_referenced(cache: BlockCache) -> None:
