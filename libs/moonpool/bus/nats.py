@@ -35,6 +35,8 @@ MAX_OUTSTANDING_PINGS = 2
 CONNECT_TIMEOUT_S = 2
 RECONNECT_WAIT_S = 0.25
 CLOSE_TIMEOUT_S = 2.0
+#: How long a publish may wait for a broker that does not read.
+FLUSH_TIMEOUT_S = 1.0
 
 log = structlog.get_logger("moonpool.bus")
 
@@ -58,6 +60,7 @@ class NatsBus:
         self._num_unsent = 0
         self._tasks = asyncio.TaskGroup()
         self._connecting: asyncio.Task[None] | None = None
+        self._has_begun = False
         self._is_closing = False
 
     @property
@@ -80,8 +83,14 @@ class NatsBus:
         if not self.is_connected:
             self._num_unsent += 1
             return False
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancels = task.cancelling()
         try:
             await self._client.publish(subject, data, reply=reply_to)
+            # nats-py swallows a cancellation that comes while it waits for its flusher.
+            if task.cancelling() > num_cancels:
+                raise asyncio.CancelledError
         except nats.errors.MaxPayloadError as error:
             raise InvalidRequestError(
                 f"A message of {len(data)} bytes is more than the broker takes."
@@ -127,9 +136,12 @@ class NatsBus:
         self._connecting.cancel()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await asyncio.wait((self._connecting,))
                 if self.is_connected:
                     await self._client.flush()
-                await self._client.close()
+                # A client that was never told to connect cannot be closed.
+                if self._has_begun:
+                    await self._client.close()
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.warning("bus.close_failed", error=type(error).__name__)
         finally:
@@ -140,6 +152,7 @@ class NatsBus:
             await self._tasks.__aexit__(exc_type, exc, traceback)
 
     async def _connect(self) -> None:
+        self._has_begun = True
         await self._client.connect(
             servers=self._servers,
             name=self._name,
@@ -149,6 +162,7 @@ class NatsBus:
             connect_timeout=CONNECT_TIMEOUT_S,
             ping_interval=PING_INTERVAL_S,
             max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+            flush_timeout=FLUSH_TIMEOUT_S,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,

@@ -1,7 +1,7 @@
 """Bus: publish and subscribe by subject, at most once, with a broker that may be away.
 
-What a Bus promises: publishing never blocks and never buffers for later (what is said while the broker
-is away is stale when it is back, so it is dropped and counted); a subscription survives the broker; a
+What a Bus promises: publishing does not wait for a broker and never buffers for later (what is said while
+it is away is stale when it is back, so it is dropped and counted); a subscription survives the broker; a
 subscriber that falls behind loses the oldest messages, which is counted. What it does not promise:
 delivery. Whoever needs a message repeats it.
 """

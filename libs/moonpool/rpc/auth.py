@@ -37,8 +37,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                 given = value.encode() if isinstance(value, str) else value
         if hmac.compare_digest(given, self._expected):
             return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        # Of all kinds this one does not wait for a first message, and fits every caller.
+        return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-async def _refuse(_request: object, context: grpc.aio.ServicerContext) -> None:
+async def _refuse(_requests: object, context: grpc.aio.ServicerContext) -> None:
     await abort(context, UnauthenticatedError("The key is missing or is not this cluster's."))

@@ -1,0 +1,246 @@
+"""Real gRPC on loopback: errors, deadlines, keys, health, reflection, bounds, keepalive."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from moonpool.api.v1 import worker_pb2, worker_pb2_grpc
+from moonpool.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    MoonpoolError,
+    OverloadedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from moonpool.rpc import options
+from moonpool.rpc.calls import call, is_serving, replies
+from moonpool.rpc.channel import open_channel
+from moonpool.rpc.metadata import call_metadata, read_metadata
+from moonpool.rpc.server import RpcServer
+
+_SERVICE = "moonpool.api.v1.Worker"
+_DEADLINE_S = 5.0
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Describe raises or answers; Session echoes version strings, then raises."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.failure = failure
+        self.metadata: Any = None
+        self.remaining_s: float | None = None
+        self.cancelled = asyncio.Event()
+
+    async def Describe(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        self.metadata = context.invocation_metadata()
+        self.remaining_s = context.time_remaining()
+        if self.failure is not None:
+            raise self.failure
+        return worker_pb2.WorkerHello(version="1")
+
+    async def Ledger(self, request: Any, context: Any) -> Any:  # noqa: N802
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def Session(self, requests: Any, context: Any) -> Any:  # noqa: N802
+        try:
+            async for request in requests:
+                if self.failure is not None:
+                    raise self.failure
+                yield worker_pb2.WorkerMessage(
+                    hello=worker_pb2.WorkerHello(version=request.hello.router_id)
+                )
+        finally:
+            self.cancelled.set()
+
+
+@asynccontextmanager
+async def serving(
+    servicer: WorkerServicer, **server_options: Any
+) -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
+    server = RpcServer(**server_options)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, _SERVICE)
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel:
+            yield server, channel
+    finally:
+        await server.stop(grace_s=0)
+
+
+async def describe(channel: grpc.aio.Channel, **arguments: Any) -> worker_pb2.WorkerHello:
+    return await call(
+        worker_pb2_grpc.WorkerStub(channel).Describe,
+        worker_pb2.DescribeRequest(),
+        worker_pb2.WorkerHello,
+        peer="worker w",
+        **{"deadline_s": _DEADLINE_S, **arguments},
+    )
+
+
+async def test_an_error_arrives_as_it_was_raised() -> None:
+    raised = OverloadedError("full", code="queue_full", param="model", retry_after_s=1.5)
+    async with serving(WorkerServicer(raised)) as (_, channel):
+        with pytest.raises(OverloadedError) as caught:
+            await describe(channel)
+    got = caught.value
+    assert (got.message, got.code, got.param, got.retry_after_s) == (
+        "full", "queue_full", "model", 1.5,
+    )  # fmt: skip
+
+
+async def test_a_bug_is_internal_with_a_constant_text() -> None:
+    async with serving(WorkerServicer(ValueError("/secret/path"))) as (_, channel):
+        with pytest.raises(InternalError) as caught:
+            await describe(channel)
+    assert "secret" not in caught.value.message
+
+
+async def test_errors_in_a_stream_and_an_early_end() -> None:
+    servicer = WorkerServicer()
+    async with serving(servicer) as (_, channel), asyncio.timeout(_DEADLINE_S):
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        stream = stub.Session()
+        await stream.write(worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router_id="r")))
+        async for reply in replies(stream, worker_pb2.WorkerMessage, peer="w"):
+            assert reply.hello.version == "r"
+            break
+        stream.cancel()
+        await servicer.cancelled.wait()
+
+        servicer.failure = FailedPreconditionError("no", param="namespace")
+        stream = stub.Session()
+        await stream.write(worker_pb2.RouterMessage(ping=worker_pb2.Ping()))
+        with pytest.raises(FailedPreconditionError) as caught:
+            async for _ in replies(stream, worker_pb2.WorkerMessage, peer="w"):
+                pass
+        assert caught.value.param == "namespace"
+
+
+async def test_a_deadline_reaches_the_server_and_cancels_it() -> None:
+    servicer = WorkerServicer()
+    async with serving(servicer) as (_, channel), asyncio.timeout(_DEADLINE_S):
+        await describe(channel, deadline_s=3.0)
+        assert servicer.remaining_s is not None
+        assert 2.0 < servicer.remaining_s <= 3.0
+        with pytest.raises(DeadlineExceededError):
+            await call(
+                worker_pb2_grpc.WorkerStub(channel).Ledger,
+                worker_pb2.LedgerRequest(),
+                worker_pb2.LedgerReply,
+                peer="w",
+                deadline_s=0.05,
+            )
+        await servicer.cancelled.wait()
+
+
+async def test_metadata_carries_trace_and_label() -> None:
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    servicer = WorkerServicer()
+    async with serving(servicer) as (_, channel):
+        await describe(
+            channel, metadata=call_metadata(traceparent=traceparent, request_label="mine")
+        )
+    context = read_metadata(servicer.metadata)
+    assert (context.traceparent, context.request_label) == (traceparent, "mine")
+    assert (
+        read_metadata([("traceparent", "junk"), ("x-request-id", "a\nb" * 100)]).traceparent == ""
+    )
+    assert read_metadata(None).request_label == ""
+
+
+async def test_nobody_there_names_the_peer() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        async with open_channel(f"127.0.0.1:{taken.getsockname()[1]}") as channel:
+            with pytest.raises(UnavailableError, match="worker w"):
+                await describe(channel)
+
+
+async def test_a_taken_port_is_said() -> None:
+    async with serving(WorkerServicer()) as (server, _):
+        other = RpcServer(port=server.port)
+        with pytest.raises(UnavailableError, match="Cannot listen"):
+            await other.start()
+        await other.stop(grace_s=0)
+
+
+async def test_a_key_is_needed_where_there_is_one() -> None:
+    async with serving(WorkerServicer(), key="k" * 16) as (server, channel):
+        for metadata in ((), call_metadata(key="wrong")):
+            with pytest.raises(UnauthenticatedError):
+                await describe(channel, metadata=metadata)
+        assert (await describe(channel, metadata=call_metadata(key="k" * 16))).version == "1"
+        await server.set_serving(True)
+        assert await is_serving(channel, peer="w", deadline_s=_DEADLINE_S)
+
+
+async def test_a_stream_without_the_key_is_refused() -> None:
+    async with serving(WorkerServicer(), key="k" * 16) as (_, channel):
+        stream = worker_pb2_grpc.WorkerStub(channel).Session()
+        with pytest.raises(UnauthenticatedError):
+            async for _ in replies(stream, worker_pb2.WorkerMessage, peer="w"):
+                pass
+
+
+async def test_an_open_address_without_a_key_refuses_to_start() -> None:
+    with pytest.raises(ConfigError, match="needs a key"):
+        RpcServer(host="0.0.0.0")
+
+
+async def test_health_follows_and_reflection_names_the_services() -> None:
+    async with serving(WorkerServicer()) as (server, channel):
+        assert not await is_serving(channel, peer="w", deadline_s=_DEADLINE_S)
+        await server.set_serving(True)
+        for name in ("", _SERVICE):
+            assert await is_serving(channel, peer="w", deadline_s=_DEADLINE_S, service_name=name)
+        with pytest.raises(MoonpoolError) as caught:
+            await is_serving(channel, peer="w", deadline_s=_DEADLINE_S, service_name="x")
+        assert caught.value.code == "not_found"
+
+        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await stream.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=_SERVICE))
+        reply = await stream.read()
+        stream.cancel()
+        files = [
+            FileDescriptorProto.FromString(raw).name
+            for raw in reply.file_descriptor_response.file_descriptor_proto
+        ]
+        assert "moonpool/api/v1/worker.proto" in files
+
+
+async def test_a_message_beyond_the_bound_is_refused_and_the_server_lives() -> None:
+    async with serving(WorkerServicer(), max_message_bytes=1_024) as (_, channel):
+        stream = worker_pb2_grpc.WorkerStub(channel).Session()
+        await stream.write(
+            worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router_id="x" * 4_096))
+        )
+        with pytest.raises(OverloadedError):
+            async for _ in replies(stream, worker_pb2.WorkerMessage, peer="w"):
+                pass
+        assert (await describe(channel)).version == "1"
+
+
+def test_keepalive_notices_silence_within_five_seconds_and_is_tolerated() -> None:
+    server = dict(options.server_options(1))
+    channel = dict(options.channel_options(1))
+    for end in (server, channel):
+        assert end["grpc.keepalive_time_ms"] + end["grpc.keepalive_timeout_ms"] <= 5_000
+    # A quiet stream is cut after 10 s if the server counts its pings as abuse.
+    assert server["grpc.http2.min_ping_interval_without_data_ms"] <= 1_000
+    assert server["grpc.keepalive_permit_without_calls"] == 1
