@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass, field
 
 from moonpool.core.config import CoreConfig
+from moonpool.core.protocol import Command
 from moonpool.errors import InternalError, ModelError, MoonpoolError
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvDtype
@@ -109,6 +110,10 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """To the core; never waits."""
+        self.channel.send(command)
 
     async def boot(self) -> EngineReady:
         """Bring the engine up to EngineReady. Beside `run`.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class HandoffStreams:
         requests: AsyncIterator[object],
         tasks: asyncio.TaskGroup,
         handle: Callable[[HandoffEvent], None],
-    ) -> AsyncIterator[SourceMessage]:
+    ) -> AsyncGenerator[SourceMessage, None]:
         """Run one stream: yield what the machine sends, digests filled in, until either side ends it.
 
         Args:

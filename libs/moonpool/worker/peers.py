@@ -21,7 +21,7 @@ import structlog
 from moonpool.errors import TransferError
 from moonpool.handoff.messages import SourceRef
 from moonpool.ids import WorkerId, WorkerKey
-from moonpool.kv.copy_plan import CopyPlan
+from moonpool.kv.layout import CopyPlan
 from moonpool.transport.base import KvPeer
 
 log = structlog.get_logger("moonpool.worker")

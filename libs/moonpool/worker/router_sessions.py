@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
 from moonpool.clock import Clock
@@ -105,7 +105,7 @@ class RouterSessions:
         router_id: str,
         messages: AsyncIterator[RouterMessage | None],
         tasks: asyncio.TaskGroup,
-    ) -> AsyncIterator[SessionFrame]:
+    ) -> AsyncGenerator[SessionFrame, None]:
         """Run one session: yield its frames until the router's stream ends.
 
         Args:

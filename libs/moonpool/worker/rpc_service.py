@@ -36,7 +36,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Worker"].full_name
 _FIRST_MESSAGE_S = 5.0
 
 
-class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]  # generated, untyped
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
     """Serves once `open` was called, until `close`."""
 
     def __init__(self) -> None:

@@ -78,6 +78,7 @@ class WorkerShell:
         hello: Who this worker is.
         send_command: To the core; never waits.
         peers: Sources that this worker reads from.
+        rpc_key: The cluster's, for calls to peers.
         is_checked: Validate the machines after every event.
     """
 
@@ -90,6 +91,7 @@ class WorkerShell:
         handoffs: WorkerHandoffs,
         send_command: Callable[[Command], None],
         peers: PeerDirectory,
+        rpc_key: str,
         metrics: Metrics,
         failpoints: Failpoints,
         clock: Clock,
@@ -112,6 +114,7 @@ class WorkerShell:
         #: Set at each frame of the core: what waits for a state of the ledger looks again.
         self._frame_seen = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self._is_running = asyncio.Event()
 
         first_layer = memory.layout.groups[0].first_layer
         self._book = AttemptBook(hello.worker.worker_id)
@@ -121,7 +124,9 @@ class WorkerShell:
         self._bell = LayerBell(memory=memory, kernels=kernels, on_layers=self._on_layers)
         self.sessions = RouterSessions(load=self.load, handle=self._driver.handle, clock=clock)
         self.streams = HandoffStreams(leaf_digests=memory.leaf_digests, first_layer=first_layer)
-        self._sources = SourceStreams(peers=peers, book=self._book, handle=self._driver.handle)
+        self._sources = SourceStreams(
+            peers=peers, book=self._book, rpc_key=rpc_key, handle=self._driver.handle
+        )
         self._reads = KvReads(
             peers=peers,
             leaf_digests=memory.leaf_digests,
@@ -138,9 +143,14 @@ class WorkerShell:
             self._bell.start()
             try:
                 tasks.create_task(self._peers.run())
+                self._is_running.set()
                 await self._driver.run()
             finally:
                 self._bell.stop()
+
+    async def wait_running(self) -> None:
+        """Until `run` has begun."""
+        await self._is_running.wait()
 
     @property
     def tasks(self) -> asyncio.TaskGroup:

@@ -30,6 +30,7 @@ class SourceStreams:
     """All streams that this worker reads from. On one loop.
 
     Args:
+        rpc_key: The cluster's, for calls to peers.
         handle: Takes what the sources say, and StreamBroken.
     """
 
@@ -38,10 +39,12 @@ class SourceStreams:
         *,
         peers: PeerDirectory,
         book: AttemptBook,
+        rpc_key: str,
         handle: Callable[[HandoffEvent], None],
     ) -> None:
         self._peers = peers
         self._book = book
+        self._rpc_key = rpc_key
         self._handle = handle
         self._streams: dict[AttemptId, asyncio.Task[None]] = {}
 
@@ -82,7 +85,7 @@ class SourceStreams:
         """Raises MoonpoolError for whatever the source or the way to it did wrong."""
         attempt_id = effect.attempt_id
         traceparent = self._book.traceparent(attempt_id)
-        call = peer.stub.Handoff(metadata=call_metadata(traceparent=traceparent))
+        call = peer.stub.Handoff(metadata=call_metadata(key=self._rpc_key, traceparent=traceparent))
         try:
             await call.write(open_to_pb(effect.open, traceparent=traceparent))
             async for item in call:

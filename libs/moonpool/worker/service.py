@@ -1,0 +1,406 @@
+"""WorkerService: the life of a worker's service process, whatever its role.
+
+Life
+  1. Secret and model are read; the pool is made (memfd, pre-faulted); the gRPC server listens, its
+     methods answer UNAVAILABLE, health NOT_SERVING.
+  2. The engine process starts, maps the pool, and the pool is sealed; the model is loaded.
+  3. Peers may map the pool, routers may come: methods answer, health SERVING, announced on the bus
+     each second. The bus is tried for ever and never waited for.
+  4. Drain: announced as leaving, new work is refused, what runs ends, streams stay open.
+  5. Abort: what still runs is handed back. Then streams end, the engine ends, the memory is freed.
+
+The engine's death is the worker's: the process ends with an error. Nothing outlives the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from moonpool import __version__
+from moonpool.api.v1 import worker_pb2_grpc
+from moonpool.bus.protocol import Bus
+from moonpool.bus.subjects import Subjects
+from moonpool.clock import Clock
+from moonpool.config.process import WorkerConfig
+from moonpool.config.secret import ClusterSecret, load_or_create_secret
+from moonpool.core.config import CoreConfig
+from moonpool.core.protocol import Command
+from moonpool.errors import ConfigError, FailedPreconditionError
+from moonpool.failpoints import Failpoints
+from moonpool.handoff.config import HandoffConfig
+from moonpool.handoff.worker import WorkerHandoffs
+from moonpool.hub.model_dir import ModelDir, resolve
+from moonpool.ids import Incarnation, WorkerId, WorkerKey
+from moonpool.kv.block_hash import ModelNamespace
+from moonpool.kv.digest import DigestKind
+from moonpool.kv.layout import KvLayout
+from moonpool.kv.region import KvRegion
+from moonpool.memory.fd_server import FdServer, socket_name
+from moonpool.memory.host import host_id
+from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
+from moonpool.native import Kernels, kernels, status
+from moonpool.routing.worker_view import WorkerRole
+from moonpool.rpc.metadata import Metadata, call_metadata
+from moonpool.rpc.server import RpcServer
+from moonpool.service.life import Life, ReadyFacts
+from moonpool.service.loop_lag import watch_loop_lag
+from moonpool.telemetry import names
+from moonpool.telemetry.metrics import Metrics
+from moonpool.transport.base import ByteArray, LocalPool, Transport
+from moonpool.transport.grpc_server import kv_read_handler
+from moonpool.transport.select import TransportSelector
+from moonpool.wire.engine_frames import EngineReady
+from moonpool.wire.worker import WorkerHello
+from moonpool.worker.announcer import Announcer
+from moonpool.worker.compatibility import handoff_fingerprint
+from moonpool.worker.engine_channel import FrameHandler
+from moonpool.worker.engine_process import EngineOptions
+from moonpool.worker.peer_connector import PeerConnector
+from moonpool.worker.peers import PeerDirectory
+from moonpool.worker.rpc_service import SERVICE_NAME, WorkerServicer
+from moonpool.worker.shell import WorkerShell
+
+log = structlog.get_logger("moonpool.worker")
+
+#: Streams that are still open are cut so long after the abort.
+_STOP_GRACE_S = 0.5
+#: For the frames that hand back, and for the routers to take them.
+_HAND_BACK_S = 3.0
+
+
+class Engine(Protocol):
+    """An engine that has been started; EngineProcess, or a test's."""
+
+    def send(self, command: Command) -> None:
+        """To the core; never waits."""
+        ...
+
+    async def boot(self) -> EngineReady:
+        """Until it is ready. Beside `run`. Seals the memory once it is mapped."""
+        ...
+
+    async def run(self) -> None:
+        """Until `stop`; raises if it ends by itself."""
+        ...
+
+    async def stop(self) -> None:
+        """May be called twice."""
+        ...
+
+
+class StartEngine(Protocol):
+    def __call__(
+        self, *, memory: WorkerMemory, options: EngineOptions, on_frame: FrameHandler
+    ) -> Engine: ...
+
+
+class EnterableTransport(Transport, AbstractAsyncContextManager[Transport], Protocol):
+    """A Transport, entered for the worker's life."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportContext:
+    """What a transport is made of."""
+
+    pool: LocalPool
+    kernels: Kernels
+    host_id: str
+    #: Of calls to peers: the cluster's key.
+    metadata: Metadata
+    failpoints: Failpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAdapters:
+    """What a composition root chooses."""
+
+    bus: Bus
+    start_engine: StartEngine
+    #: By the name that the configuration has for it.
+    transports: dict[str, Callable[[TransportContext], EnterableTransport]]
+    clock: Clock
+
+
+class WorkerService:
+    """Implements service.life.Service; see the file's head."""
+
+    def __init__(self, config: WorkerConfig, adapters: WorkerAdapters) -> None:
+        """Raises ConfigError: Failpoints that are not allowed."""
+        self._config = config
+        self._adapters = adapters
+        common = config.common
+        self._failpoints = Failpoints.parse(
+            common.failpoints, is_allowed=common.unsafe_failpoints, state_dir=common.data_dir
+        )
+        self.metrics = Metrics()
+        self._servicer = WorkerServicer()
+        self._server: RpcServer | None = None
+        self._shell: WorkerShell | None = None
+        self._announcer: Announcer | None = None
+
+    @property
+    def name(self) -> str:
+        return self._config.worker_id
+
+    @property
+    def shell(self) -> WorkerShell:
+        """After `start`."""
+        assert self._shell is not None, "start() has not returned"
+        return self._shell
+
+    # -- Service --
+
+    async def start(self, life: Life) -> ReadyFacts:
+        config, common = self._config, self._config.common
+        native = status()
+        log.log(
+            logging.INFO if native.is_compiled else logging.WARNING,
+            "worker.native",
+            what=native.message,
+        )
+        secret = await asyncio.to_thread(load_or_create_secret, common.data_dir)
+        model = await asyncio.to_thread(resolve, common.model, data_dir=common.data_dir)
+        layout = _layout(config, model)
+        memory = await asyncio.to_thread(WorkerMemory.create, layout)
+        life.stack.callback(memory.close)
+        key = WorkerKey(WorkerId(config.worker_id), Incarnation(secrets.token_hex(8)))
+
+        server = self._server = self._make_server(key, memory, secret)
+        await server.start()
+        life.stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
+        address = f"{config.worker.advertise_host or config.worker.host}:{server.port}"
+        hello = _hello(config, key, model, layout, secret, address)
+
+        transports = await self._enter_transports(life, memory, secret)
+        peers = PeerDirectory(
+            PeerConnector(
+                hello=hello,
+                layout=layout,
+                selector=TransportSelector(transports, is_strict=config.worker.is_transport_strict),
+                rpc_key=secret.rpc_key,
+            )
+        )
+        core = _core_config(config, model, hello.max_model_len)
+        engines: list[Engine] = []
+        shell = WorkerShell(
+            hello=hello,
+            memory=memory,
+            kernels=kernels(),
+            handoffs=WorkerHandoffs(
+                key=key,
+                namespace=handoff_fingerprint(hello.namespace, secret.value),
+                config=HandoffConfig(
+                    num_layers=layout.num_layers,
+                    block_size=layout.block_size,
+                    layers_per_group=config.worker.layers_per_group,
+                ),
+            ),
+            send_command=lambda command: engines[0].send(command),
+            peers=peers,
+            rpc_key=secret.rpc_key,
+            metrics=self.metrics,
+            failpoints=self._failpoints,
+            clock=self._adapters.clock,
+            is_checked=config.worker.is_checked,
+        )
+        engine = self._adapters.start_engine(
+            memory=memory,
+            options=_engine_options(config, key, model, core, hello.namespace, secret),
+            on_frame=shell.on_frame,
+        )
+        engines.append(engine)
+        life.stack.push_async_callback(engine.stop)
+        life.spawn(engine.run(), name="engine")
+        ready = await engine.boot()
+        log.info("worker.engine_ready", load_s=round(ready.load_s, 3), layout=_words(layout))
+
+        fd_server = FdServer(socket_name(key), {POOL_NAME: memory.pool.fd})
+        life.spawn(fd_server.run(), name="fd-server")
+        life.spawn(shell.run(), name="shell")
+        life.spawn(watch_loop_lag(self._observe_lag), name="loop-lag")
+        self._shell = shell
+        await shell.wait_running()
+        self._servicer.open(shell)
+        life.stack.callback(self._servicer.close)
+        await server.set_serving(True)
+        bus = await life.enter(self._adapters.bus)
+        bus.on_connection(self._on_bus_connection)
+        announcer = self._announcer = Announcer(
+            bus=bus, subjects=Subjects(common.cluster), hello=hello, load=shell.load
+        )
+        life.spawn(announcer.run(), name="announcer")
+        return {"grpc_address": address, "incarnation": key.incarnation}
+
+    async def announce_drain(self) -> None:
+        assert self._server is not None
+        assert self._announcer is not None
+        await self._server.set_serving(False)
+        await self._announcer.leave()
+
+    async def drain(self) -> None:
+        self.shell.begin_drain()
+        await self.shell.wait_quiet()
+
+    async def abort(self) -> None:
+        assert self._server is not None
+        self.shell.hand_back()
+        try:
+            async with asyncio.timeout(_HAND_BACK_S):
+                await self.shell.wait_quiet()
+        except TimeoutError:
+            log.warning("worker.stopped_busy")
+        self._servicer.close()
+        await self._server.stop(grace_s=_STOP_GRACE_S)
+
+    # -- parts --
+
+    def _make_server(
+        self, key: WorkerKey, memory: WorkerMemory, secret: ClusterSecret
+    ) -> RpcServer:
+        settings = self._config.worker
+        server = RpcServer(host=settings.host, port=settings.port, key=secret.rpc_key)
+        server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, SERVICE_NAME)
+
+        def pool_of(worker: WorkerKey) -> ByteArray:
+            if worker != key:
+                raise FailedPreconditionError(f"This is {key}, not {worker}.")
+            return memory.pool.bytes
+
+        server.add_generic([kv_read_handler(pool_of)])
+        return server
+
+    async def _enter_transports(
+        self, life: Life, memory: WorkerMemory, secret: ClusterSecret
+    ) -> Sequence[Transport]:
+        context = TransportContext(
+            pool=LocalPool.of(memory.pool.bytes, memory.layout),
+            kernels=kernels(),
+            host_id=host_id(),
+            metadata=call_metadata(key=secret.rpc_key),
+            failpoints=self._failpoints,
+        )
+        makers = self._adapters.transports
+        return [await life.enter(makers[name](context)) for name in self._config.worker.transports]
+
+    def _observe_lag(self, lag_s: float) -> None:
+        self.metrics.observe(names.EVENT_LOOP_LAG, lag_s)
+
+    def _on_bus_connection(self, is_connected: bool) -> None:
+        self.metrics.set(names.NATS_CONNECTED, is_connected)
+
+
+def _layout(config: WorkerConfig, model: ModelDir) -> KvLayout:
+    """The pool: as many blocks as asked for, or as fit in the memory that it may have.
+
+    Raises:
+        ConfigError: Not even two blocks fit.
+    """
+    settings, dtype = config.worker, config.common.dtype
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        block_bytes = model.config.kv_layout(1, dtype, settings.block_size).block_bytes
+        num_blocks = settings.kv_cache_memory_bytes // block_bytes
+        if num_blocks < 2:
+            raise ConfigError(
+                f"kv_cache_memory_bytes = {settings.kv_cache_memory_bytes}: a block of this model "
+                f"has {block_bytes} bytes; allowed is at least two blocks"
+            )
+    return model.config.kv_layout(num_blocks, dtype, settings.block_size)
+
+
+def _core_config(config: WorkerConfig, model: ModelDir, max_model_len: int) -> CoreConfig:
+    settings = config.worker
+    return CoreConfig(
+        num_blocks=_layout(config, model).num_blocks,
+        block_size=settings.block_size,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        local_prefill_tokens=config.common.local_prefill_tokens,
+        max_queued_steps=settings.max_queued_steps,
+        headroom_tokens=settings.headroom_tokens,
+        eos_token_ids=model.config.eos_token_ids,
+        is_checked=settings.is_checked,
+    )
+
+
+def _hello(
+    config: WorkerConfig,
+    key: WorkerKey,
+    model: ModelDir,
+    layout: KvLayout,
+    secret: ClusterSecret,
+    address: str,
+) -> WorkerHello:
+    settings, dtype = config.worker, config.common.dtype
+    max_model_len = settings.max_model_len or model.config.max_positions
+    if max_model_len > model.config.max_positions:
+        raise ConfigError(
+            f"max_model_len = {max_model_len}: the model's limit is {model.config.max_positions}"
+        )
+    region = KvRegion(
+        worker=key,
+        layout=layout,
+        pool_bytes=layout.pool_bytes,
+        digest_kind=DigestKind.XXH3_64,
+        host_id=host_id(),
+        fd_socket=socket_name(key),
+        grpc_address=address,
+    )
+    return WorkerHello(
+        worker=key,
+        role=WorkerRole(config.role),
+        model=model.name,
+        namespace=ModelNamespace(
+            model_fingerprint=model.fingerprint,
+            compute_dtype=dtype,
+            kv_dtype=dtype,
+            block_size=settings.block_size,
+        ),
+        secret_fingerprint=secret.fingerprint,
+        regions=(region,),
+        max_model_len=max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        grpc_address=address,
+        version=__version__,
+    )
+
+
+def _engine_options(
+    config: WorkerConfig,
+    key: WorkerKey,
+    model: ModelDir,
+    core: CoreConfig,
+    namespace: ModelNamespace,
+    secret: ClusterSecret,
+) -> EngineOptions:
+    common = config.common
+    return EngineOptions(
+        worker_id=key.worker_id,
+        incarnation=key.incarnation,
+        model_path=str(model.path),
+        model_name=model.name,
+        data_dir=str(common.data_dir),
+        dtype=common.dtype,
+        core=core,
+        namespace=namespace,
+        secret=secret.value,
+        layer_group=config.worker.layers_per_group,
+        cpu_affinity=config.worker.engine_cpus,
+        num_threads=max(1, len(config.worker.engine_cpus)),
+        failpoints=common.failpoints,
+        log_level=common.telemetry.log_level,
+    )
+
+
+def _words(layout: KvLayout) -> str:
+    return f"{layout.num_blocks} blocks of {layout.block_bytes} bytes"
