@@ -30,7 +30,9 @@ def describe_errors(
             continue
         location = tuple(part for part in item["loc"] if part != "settings")
         key = dotted(location)
-        origin = where if isinstance(where, str) else where(key)
+        # What is missing came from nowhere: say where its table is.
+        asked = dotted(location[:-1]) if item["type"] == "missing" else key
+        origin = where if isinstance(where, str) else where(asked)
         lines.append(
             _describe(item["type"], item["msg"], item["input"], key, origin, location, model)
         )

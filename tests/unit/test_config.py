@@ -1,0 +1,255 @@
+"""The cluster schema: precedence, origins, and what an operator reads when something is wrong."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from moonpool.config.load import FLAG_BY_KEY, LoadedConfig, load_cluster_config
+from moonpool.config.process import (
+    RouterConfig,
+    WorkerConfig,
+    read_document,
+    router_config,
+    worker_configs,
+    write_document,
+)
+from moonpool.config.schema import ClusterConfig
+from moonpool.config.secret import load_or_create_secret
+from moonpool.config.values import format_size, parse_cpus, parse_size
+from moonpool.errors import ConfigError
+
+_REPO = Path(__file__).parents[2]
+
+
+def load(
+    tmp_path: Path,
+    text: str = "",
+    *,
+    environ: dict[str, str] | None = None,
+    flags: dict[str, object] | None = None,
+    name: str = "cluster.toml",
+) -> LoadedConfig:
+    path = tmp_path / name
+    path.write_text(text)
+    return load_cluster_config(path, environ=environ or {}, flags=flags)
+
+
+def test_defaults_need_no_file() -> None:
+    config = load_cluster_config(None, environ={"MOONPOOL_HOME": "/data"}).config
+    assert config.data_dir == Path("/data")
+    assert [group.role for group in config.workers] == ["prefill", "decode"]
+    assert config.router.request_timeout_s == 600
+    assert config.local_prefill_tokens == 256
+    assert config.nats.is_embedded
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        'model = "a"\ndtype = "float32"\n[router]\nhttp_port = 1\ngrpc_port = 1\n',
+        environ={"MOONPOOL_ROUTER__HTTP_PORT": "2", "MOONPOOL_ROUTER__GRPC_PORT": "2"},
+        flags={"router.http_port": 3, "router.api_key": None},
+    )
+    router = loaded.config.router
+    assert (router.http_port, router.grpc_port, router.api_key) == (3, 2, None)
+    origins = {key: loaded.origin_of(key) for key in ("model", "name", "router.http_port")}
+    assert origins == {
+        "model": "cluster.toml",
+        "name": "default",
+        "router.http_port": "flag --port",
+    }
+    assert loaded.origin_of("router.grpc_port") == "environment MOONPOOL_ROUTER__GRPC_PORT"
+
+
+def test_a_group_is_the_defaults_with_its_own_keys_over_them(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        """
+        [worker]
+        max_num_seqs = 8
+        kv_cache_memory_bytes = "64MiB"
+        [[workers]]
+        role = "prefill"
+        count = 2
+        max_num_seqs = 4
+        [[workers]]
+        role = "decode"
+        name = "d"
+        """,
+    )
+    prefill, decode = loaded.config.workers
+    assert (prefill.settings.max_num_seqs, decode.settings.max_num_seqs) == (4, 8)
+    assert prefill.settings.kv_cache_memory_bytes == 64 * 2**20
+    configs = worker_configs(loaded.config, nats_url="nats://127.0.0.1:1")
+    assert [config.worker_id for config in configs] == ["prefill-0", "prefill-1", "d-0"]
+    assert loaded.origin_of("workers[1].max_num_seqs") == "cluster.toml"
+
+
+def test_yaml_says_the_same(tmp_path: Path) -> None:
+    text = "model: m\nworkers:\n- {role: both, count: 3, engine_cpus: 0-1}\n"
+    (group,) = load(tmp_path, text, name="cluster.yaml").config.workers
+    assert (group.role, group.count, group.settings.engine_cpus) == ("both", 3, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle = 'x'", "modle (cluster.toml): unknown key; did you mean model? allowed here: "),
+        ("[router]\nhtp_port = 1", "router.htp_port (cluster.toml): unknown key; did you mean"),
+        (
+            "[[workers]]\nrole = 'decode'\nmax_seqs = 1",
+            "workers[0].max_seqs (cluster.toml): unknown key; did you mean max_num_seqs?",
+        ),
+        ("dtype = 'fp8'", "dtype = 'fp8' (cluster.toml): input should be 'float32' or 'bfloat16'"),
+        (
+            "[worker]\nblock_size = 17",
+            "worker.block_size = 17 (cluster.toml): allowed are 8, 16, 32, 64, 128",
+        ),
+        (
+            "[worker]\nkv_cache_memory_bytes = '1 cup'",
+            "worker.kv_cache_memory_bytes = '1 cup' (cluster.toml): allowed is a number of bytes",
+        ),
+        ("[[workers]]\nrole = 'chef'", "workers[0].role = 'chef' (cluster.toml): input should be"),
+        ("[[workers]]\ncount = 2", "workers[0].role (cluster.toml): is missing"),
+        ("workers = []", "at least one"),
+        (
+            "[[workers]]\nrole='both'\n[[workers]]\nrole='both'",
+            "two groups are named 'both'",
+        ),
+        (
+            "[[workers]]\nrole='prefill'\nblock_size=32\n[[workers]]\nrole='decode'",
+            "all workers need the same",
+        ),
+        ("[router]\nhost = '0.0.0.0'", "can be reached by others: allowed with an api_key"),
+        ("[worker]\nhost = '0.0.0.0'", "set advertise_host"),
+        ("[worker]\ntransports = ['shm', 'shm']", "each may be named once"),
+        ("[worker]\nmax_num_batched_tokens = 2", "allowed is at most max_num_batched_tokens = 2"),
+        ("failpoints = 'x=kill'", "allowed only with unsafe_failpoints"),
+        ("[nats]\nurl = 'http://x'", "nats.url = 'http://x' (cluster.toml): allowed are urls like"),
+        ("model = ", "cluster.toml: "),
+        ("[router]\nrequest_timeout_s = nan", "router.request_timeout_s = nan"),
+    ],
+)
+def test_a_mistake_names_key_value_source_and_what_is_allowed(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert message in caught.value.message
+    assert len(caught.value.message.splitlines()) == 1
+
+
+def test_every_mistake_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            tmp_path,
+            "dtype = 'fp8'",
+            environ={
+                "MOONPOOL_ROUTER__HTP_PORT": "1",
+                "MOONPOOL_WORKERS__ROLE": "both",
+                "MOONPOOL_WORKER__BLOCK_SIZE": "17",
+            },
+        )
+    assert [line.split(" (")[0] for line in caught.value.message.splitlines()] == [
+        "router.htp_port",
+        "workers.role",
+        "dtype = 'fp8'",
+        "worker.block_size = '17'",
+    ]
+
+
+def test_an_api_key_is_never_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "[router]\napi_key = 'hunter2'")
+    assert "hunter2" not in caught.value.message
+    loaded = load(tmp_path, "[router]\napi_key = 'correct-horse'")
+    assert ("router.api_key", "(set)", "cluster.toml") in list(loaded.rows())
+    assert "correct-horse" not in repr(loaded.config)
+
+
+@pytest.mark.parametrize("name", ["cluster.ini", "missing.toml"])
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, name: str) -> None:
+    if not name.startswith("missing"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=name):
+        load_cluster_config(tmp_path / name, environ={})
+
+
+def test_every_flag_names_a_key() -> None:
+    loaded = load_cluster_config(None, environ={})
+    keys = {key for key, _, _ in loaded.rows()}
+    assert set(FLAG_BY_KEY) <= keys
+    assert len(set(FLAG_BY_KEY.values())) == len(FLAG_BY_KEY)
+
+
+def test_the_example_file_is_the_defaults_but_for_what_it_says() -> None:
+    config = load_cluster_config(_REPO / "deploy" / "cluster.toml", environ={}).config
+    defaults = load_cluster_config(None, environ={}).config
+    assert config == defaults
+
+
+def test_documents_come_back_as_they_were(tmp_path: Path) -> None:
+    cluster = ClusterConfig.model_validate(
+        {
+            "data_dir": tmp_path,
+            "router": {"api_key": "correct-horse"},
+            "workers": [{"role": "both", "max_num_seqs": 3}],
+        }
+    )
+    assert ClusterConfig.model_validate_json(cluster.model_dump_json()) == cluster
+    path = tmp_path / "document.json"
+    router = router_config(cluster, nats_url="nats://127.0.0.1:1")
+    write_document(router, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_document(str(path), RouterConfig) == router
+    (worker,) = worker_configs(cluster, nats_url="nats://127.0.0.1:1")
+    write_document(worker, path)
+    assert read_document(str(path), WorkerConfig) == worker
+    with pytest.raises(ConfigError, match=r"router \(.*document.json\): is missing"):
+        read_document(str(path), RouterConfig)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_document(str(tmp_path / "absent"), RouterConfig)
+
+
+def test_the_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
+    first = load_or_create_secret(tmp_path / "data")
+    path = tmp_path / "data" / "cluster.secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert load_or_create_secret(tmp_path / "data") == first
+    assert load_or_create_secret(tmp_path / "other").fingerprint != first.fingerprint
+    assert first.value.hex() not in repr(first)
+    assert len({first.fingerprint, first.rpc_key, first.value.hex()}) == 3
+    assert [entry.name for entry in path.parent.iterdir()] == ["cluster.secret"]
+
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read it"):
+        load_or_create_secret(tmp_path / "data")
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(ConfigError, match="64 hex digits"):
+        load_or_create_secret(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 2**29), ("1.5 GiB", 3 * 2**29), ("1k", 1024), ("2MB", 2_000_000), ("7", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_sizes_and_cpus_have_one_spelling() -> None:
+    assert [format_size(size) for size in (2**29, 1024, 1_000, 0)] == [
+        "512MiB",
+        "1KiB",
+        "1000",
+        "0",
+    ]
+    assert parse_cpus("0-2, 5") == (0, 1, 2, 5)
+    assert parse_cpus("") == ()
+    for bad in ("x", "1-", "-1"):
+        with pytest.raises(ValueError, match="CPU numbers"):
+            parse_cpus(bad)
