@@ -12,7 +12,7 @@ from moonpool.api.v1 import inference_pb2 as pb
 from moonpool.api.v1 import inference_pb2_grpc
 from moonpool.rpc.metadata import read_metadata
 from moonpool.wire.inference import generation_event_to_pb, generation_request_from_pb
-from moonpool_router.pipeline import CLIENT_STALL_S, RequestPipeline
+from moonpool_router.pipeline import CLIENT_STALL_S, Frontdoor
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -22,7 +22,7 @@ log = structlog.get_logger("moonpool.router")
 class InferenceDoor(inference_pb2_grpc.InferenceServicer):
     """Errors leave as MoonpoolError; the server's interceptor maps them."""
 
-    def __init__(self, pipeline: RequestPipeline, *, stall_s: float = CLIENT_STALL_S) -> None:
+    def __init__(self, pipeline: Frontdoor, *, stall_s: float = CLIENT_STALL_S) -> None:
         self._pipeline = pipeline
         self._stall_s = stall_s
 

@@ -17,8 +17,9 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from moonpool.clock import Clock
 from moonpool.dispatch.events import RequestArrived, RequestCancelled
@@ -27,6 +28,7 @@ from moonpool.ids import RequestId
 from moonpool.inference.answer_text import AnswerText
 from moonpool.inference.generation import (
     ChatPrompt,
+    GenerationEvent,
     GenerationRequest,
     check_cache_salt,
     check_stop,
@@ -53,8 +55,29 @@ class PipelineLimits:
     request_timeout_s: float = 600.0
 
 
+class Frontdoor(Protocol):
+    """What a door needs: RequestPipeline, or a test's own."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def submit(self, request: GenerationRequest) -> AbstractAsyncContextManager[AnswerStream]: ...
+
+
+class AnswerStream(Protocol):
+    """One answer, read once."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+
+    def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
+
+
 class RequestPipeline:
-    """See the file's head."""
+    """See the file's head. Implements Frontdoor."""
 
     def __init__(
         self,

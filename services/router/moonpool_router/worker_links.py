@@ -158,7 +158,7 @@ class WorkerLinks:
             if link.is_closed:
                 return
             self._listener.on_hello(link.address, hello)
-            async for message in call:
+            while (message := await call.read()) is not grpc.aio.EOF:
                 frame = worker_message_from_pb(message)
                 if link.is_closed:
                     return

@@ -1,0 +1,86 @@
+"""The gRPC door by itself: a client that does not read, and one that does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from moonpool.api.v1 import inference_pb2, inference_pb2_grpc
+from moonpool.ids import RequestId
+from moonpool.inference.generation import GenerationChunk, GenerationEvent, GenerationRequest
+from moonpool.rpc.channel import open_channel
+from moonpool.rpc.server import RpcServer
+from moonpool_router import inference_door
+from moonpool_router.inference_door import InferenceDoor
+
+_CHUNK = GenerationChunk(
+    request_id=RequestId("r"), text="x" * 65_536, token_ids=(), first_position=0
+)
+
+
+class Endless:
+    """An answer that never ends."""
+
+    request_id = RequestId("r")
+
+    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+        while True:
+            yield _CHUNK
+            await asyncio.sleep(0)
+
+
+class EndlessDoor:
+    model_name = "m"
+    max_model_len = 16
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+    @asynccontextmanager
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[Endless]:
+        try:
+            yield Endless()
+        finally:
+            self.left.set()
+
+
+@asynccontextmanager
+async def serving(front: EndlessDoor, *, stall_s: float) -> AsyncIterator[str]:
+    server = RpcServer()
+    server.add(
+        inference_pb2_grpc.add_InferenceServicer_to_server,
+        InferenceDoor(front, stall_s=stall_s),
+        inference_door.SERVICE,
+    )
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(grace_s=0)
+
+
+def request() -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text="hello")
+
+
+async def test_a_client_that_does_not_read_loses_its_request() -> None:
+    front = EndlessDoor()
+    async with serving(front, stall_s=0.2) as address, open_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request())  # type: ignore[no-untyped-call]  # generated
+        await call.read()
+        async with asyncio.timeout(10):
+            await front.left.wait()
+
+
+async def test_a_client_that_reads_keeps_it_and_one_that_cancels_ends_it() -> None:
+    front = EndlessDoor()
+    async with serving(front, stall_s=0.2) as address, open_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request())  # type: ignore[no-untyped-call]  # generated
+        for _ in range(200):
+            reply = await call.read()
+            assert reply.chunk.text
+        assert not front.left.is_set()
+        call.cancel()
+        async with asyncio.timeout(10):
+            await front.left.wait()
