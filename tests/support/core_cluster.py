@@ -68,6 +68,8 @@ class Worker:
         plan = self.core.schedule(now)
         frame = self.core.take_frame()
         self.frames.append(frame)
+        if plan is None:
+            assert self.core.fork().schedule(now) is None, "a row that waits for no command"
         result = None if plan is None else self.runner.run(plan, NoMark())
         for command in late:
             self.core.handle(command, now)

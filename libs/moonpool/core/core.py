@@ -11,6 +11,8 @@ Rules
   the last that this worker saw of that request in that role.
 - A higher attempt, or Abort, ends the lower ones. What a plan in flight writes, or a read may write,
   is given back only when the plan's result came, or ReadEnded (Arrived) did.
+- A refusal changes nothing but this: younger reservations may be revoked, so that the request's next
+  attempt finds room.
 - Nobody is told twice: whoever sent Abort, Release or a higher attempt is not answered for the lower.
 - A block enters the cache when its KV is written and verified and all its tokens are final. The block
   of the last prompt token waits for the first token as well: whoever lacks that computes the block
@@ -64,7 +66,7 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_cache import BlockCache
 from moonpool.kv.block_hash import NamespaceSeed
 from moonpool.sched.output import ScheduledRow, SchedulerOutput
-from moonpool.sched.request import RequestState, RequestStatus, Role
+from moonpool.sched.request import Order, RequestState, RequestStatus, Role
 from moonpool.sched.scheduler import Scheduler
 
 NamespaceSeedOf = Callable[[InferenceRequest], NamespaceSeed]
@@ -235,6 +237,7 @@ class Core:
                     command.request, command.attempt, Role.DECODE, has_source=command.has_source
                 )
                 reason = self._reserve(state) if command.has_source else self._enqueue(state)
+                self._on_revoked(self._scheduler.revoke_for_slot(state.order))
             if reason is not None:
                 self._replies.append(Refused(attempt_id=command.attempt_id, reason=reason))
 
@@ -316,7 +319,7 @@ class Core:
         num_kv_tokens = num_tokens if role is Role.PREFILL else max_num_tokens - 1
         if num_kv_tokens > config.num_blocks * config.block_size:
             return RefuseReason.NEVER_FITS
-        if role is Role.DECODE and self._scheduler.num_decodes >= config.max_num_seqs:
+        if role is Role.DECODE and not self._scheduler.has_slot(Order(request.age, role)):
             return RefuseReason.NO_SLOTS
         return None
 
@@ -351,9 +354,11 @@ class Core:
 
     def _reserve(self, state: RequestState) -> RefuseReason | None:
         if not self._scheduler.reserve(state):
-            # Room comes only when reads have ended: for this request's next attempt.
+            # Revoked blocks come when their reads have ended, for this request's next attempt; only
+            # the growth that was expected of them is forgone at once.
             self._on_revoked(self._scheduler.revoke_for(state))
-            return RefuseReason.NO_BLOCKS
+            if not self._scheduler.reserve(state):
+                return RefuseReason.NO_BLOCKS
         self._register(state)
         self._replies.append(
             Reserved(

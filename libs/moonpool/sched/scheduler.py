@@ -156,6 +156,21 @@ class Scheduler:
             self.reservations.quarantine(victim)
         return relief.victims
 
+    def has_slot(self, order: Order) -> bool:
+        """Whether a new decode finds a place in the batch, be it a younger reservation's."""
+        return self.num_decodes < self._max_num_seqs or any(
+            other.order.is_younger_than(order) for other in self.reservations
+        )
+
+    def revoke_for_slot(self, order: Order) -> tuple[RequestState, ...]:
+        """After a decode was taken: take back the youngest reservation if there is one too many."""
+        if self.num_decodes <= self._max_num_seqs:
+            return ()
+        victim = max(self.reservations, key=_order)
+        assert victim.order.is_younger_than(order), (victim.order, order)
+        self.reservations.quarantine(victim)
+        return (victim,)
+
     def admit(self, state: RequestState, num_computed_tokens: int) -> None:
         """A reservation's KV is there up to `num_computed_tokens`: it runs from here."""
         self.reservations.take(state)
@@ -275,9 +290,9 @@ class Scheduler:
 
     # -- growing --
 
-    def _grow_running(self, out: SchedulerOutput) -> set[RequestState]:
+    def _grow_running(self, out: SchedulerOutput) -> list[RequestState]:
         """Give running requests a block where one is due; returns those that wait for reads to end."""
-        stalled: set[RequestState] = set()
+        stalled: list[RequestState] = []
         num_claimed = 0
         for state in tuple(self._running):
             if state.status is not RequestStatus.RUNNING or state.num_missing_blocks <= 0:
@@ -285,8 +300,13 @@ class Scheduler:
             if self._has_room_to_grow(state, num_claimed, out):
                 state.attach(self._cache.allocate(state.num_missing_blocks))
             elif state.status is RequestStatus.RUNNING:
-                stalled.add(state)
+                stalled.append(state)
                 num_claimed += state.num_missing_blocks
+        for state in tuple(stalled):
+            # A younger one may have given way meanwhile.
+            if state.num_missing_blocks <= self._cache.num_available:
+                state.attach(self._cache.allocate(state.num_missing_blocks))
+                stalled.remove(state)
         return stalled
 
     def _has_room_to_grow(
@@ -330,7 +350,7 @@ class Scheduler:
 
     # -- planning --
 
-    def _plan_decodes(self, stalled: set[RequestState], out: SchedulerOutput) -> None:
+    def _plan_decodes(self, stalled: list[RequestState], out: SchedulerOutput) -> None:
         decodes = [s for s in self._running if s.is_decoding and s not in stalled]
         num_rows = min(self._max_num_seqs, self._max_num_batched_tokens)
         is_crowded = (
@@ -339,11 +359,13 @@ class Scheduler:
         )
         if is_crowded and self._is_prefill_before(decodes[-1], stalled, out):
             num_rows = min(self._max_num_seqs - 1, self._max_num_batched_tokens - self._block_size)
+            # Whoever holds blocks and decodes must get on as well.
+            num_rows = max(num_rows, 1)
         for state in decodes[:num_rows]:
             self._plan(state, 1, out)
 
     def _is_prefill_before(
-        self, decode: RequestState, stalled: set[RequestState], out: SchedulerOutput
+        self, decode: RequestState, stalled: list[RequestState], out: SchedulerOutput
     ) -> bool:
         """Whether a prefill older than `decode` can take part in this step; a queued one is started."""
         for state in self._prefills(stalled):
@@ -355,7 +377,7 @@ class Scheduler:
                 return False
         return False
 
-    def _plan_prefills(self, stalled: set[RequestState], out: SchedulerOutput) -> None:
+    def _plan_prefills(self, stalled: list[RequestState], out: SchedulerOutput) -> None:
         num_rows_left = self._max_num_seqs - len(out.rows)
         num_tokens_left = self._max_num_batched_tokens - len(out.rows)
         is_blocked = False
@@ -374,7 +396,7 @@ class Scheduler:
             num_rows_left -= 1
             num_tokens_left -= num_scheduled_tokens
 
-    def _prefills(self, stalled: set[RequestState]) -> list[RequestState]:
+    def _prefills(self, stalled: list[RequestState]) -> list[RequestState]:
         """Running and queued requests with more than a decode step to compute, oldest first."""
         running = [s for s in self._running if s.is_prefilling and s not in stalled]
         return sorted([*running, *self._waiting], key=_order)
@@ -392,7 +414,9 @@ class Scheduler:
             relief = self._relief(state, num_short, prefix)
             if relief.is_enough:
                 self._revoke(relief, out)
-            return False
+            # Their blocks come when their reads have ended, but their growth is forgone at once.
+            if self._num_short(state, prefix) > 0:
+                return False
         self._waiting.remove(state)
         self._take_blocks(state, prefix)
         if state.status is RequestStatus.WAITING:
