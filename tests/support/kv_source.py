@@ -22,6 +22,7 @@ from moonpool.memory.host import host_id
 from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
 from moonpool.native.geometry import ByteArray, LeafGeometry
 from moonpool.rpc.channel import make_channel
+from moonpool.rpc.options import INTERNAL_MESSAGE_BYTES, server_options
 from moonpool.transport.base import KvRead, LocalPool
 from moonpool.transport.grpc_reader import GrpcTransport
 from moonpool.transport.grpc_server import kv_read_handler
@@ -77,7 +78,7 @@ async def serve_kv(layout: KvLayout = SMALL, *, seed: int = 0) -> AsyncIterator[
     memory = WorkerMemory.create(layout)
     fill_with_random_kv(memory, seed)
     memory.seal()
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
     port = server.add_insecure_port("127.0.0.1:0")
     source = KvSource(
         memory=memory,

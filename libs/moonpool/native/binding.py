@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,21 @@ class LoadError(Exception):
     """The library is missing, of another ABI version, or cannot be loaded here."""
 
 
-def load_library(path: Path) -> ctypes.CDLL:
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The library, loaded twice: the same code, with and without the interpreter lock.
+
+    A call that gives the lock away may wait for it afterwards, for as long as another thread likes to
+    keep it. That is worth it for work on memory, not for a store, a load or a queue.
+    """
+
+    #: For calls that copy, digest or wait: the lock is released meanwhile.
+    working: ctypes.CDLL
+    #: For calls of less than a few microseconds: the lock is kept.
+    brief: ctypes.PyDLL
+
+
+def load_library(path: Path) -> NativeLibrary:
     """Load and declare every function.
 
     Raises:
@@ -67,24 +82,24 @@ def load_library(path: Path) -> ctypes.CDLL:
     if not path.exists():
         raise LoadError("it was not built")
     try:
-        library = ctypes.CDLL(str(path))
-        library.mp_abi_version.restype = ctypes.c_int64
-        version = library.mp_abi_version()
+        working, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        brief.mp_abi_version.restype = ctypes.c_int64
+        version = brief.mp_abi_version()
     except (OSError, AttributeError) as error:
         raise LoadError(f"it cannot be loaded: {error}") from error
     if version != ABI_VERSION:
         raise LoadError(f"it was built from other sources (ABI {version}, need {ABI_VERSION})")
     pointer, int64, uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
     uint32, int32 = ctypes.c_uint32, ctypes.c_int32
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "mp_isa": (ctypes.c_char_p, []),
-        "mp_digest": (uint64, [pointer, int64]),
-        "mp_write_leaves": (None, [pointer, pointer, pointer, int64, int64, pointer, pointer]),
-        "mp_zero_tails": (None, [pointer, pointer, pointer, int64, int64, pointer]),
-        "mp_verify_leaves": (None, [pointer, pointer, pointer, int64, pointer, pointer]),
-        "mp_copy_verify": (
-            None,
-            [
+    _declare(
+        working,
+        mp_digest=(uint64, pointer, int64),
+        mp_write_leaves=(None, pointer, pointer, pointer, int64, int64, pointer, pointer),
+        mp_zero_tails=(None, pointer, pointer, pointer, int64, int64, pointer),
+        mp_verify_leaves=(None, pointer, pointer, pointer, int64, pointer, pointer),
+        mp_copy_verify=(
+            (
+                None,
                 pointer,
                 int64,
                 pointer,
@@ -96,11 +111,11 @@ def load_library(path: Path) -> ctypes.CDLL:
                 int64,
                 pointer,
                 pointer,
-            ],
+            )
         ),
-        "mp_finish_layer": (
-            None,
-            [
+        mp_finish_layer=(
+            (
+                None,
                 pointer,
                 pointer,
                 pointer,
@@ -114,23 +129,31 @@ def load_library(path: Path) -> ctypes.CDLL:
                 uint32,
                 int32,
                 pointer,
-            ],
+            )
         ),
-        "mp_begin_step": (None, [pointer, uint64, uint64]),
-        "mp_publish": (None, [pointer, uint64, uint32]),
-        "mp_end_step": (None, [pointer]),
-        "mp_progress": (uint64, [pointer]),
-        "mp_started_ns": (uint64, [pointer]),
-        "mp_queue_create": (pointer, [int32]),
-        "mp_queue_submit": (None, [pointer, pointer]),
-        "mp_job_cancel": (int64, [pointer]),
-        "mp_queue_finished": (uint64, [pointer]),
-        "mp_queue_close": (None, [pointer]),
-    }
-    for name, (restype, argtypes) in signatures.items():
+        mp_queue_create=(pointer, int32),
+        mp_queue_close=(None, pointer),
+    )
+    _declare(
+        brief,
+        mp_isa=(ctypes.c_char_p,),
+        mp_begin_step=(None, pointer, uint64, uint64),
+        mp_publish=(None, pointer, uint64, uint32),
+        mp_end_step=(None, pointer),
+        mp_progress=(uint64, pointer),
+        mp_started_ns=(uint64, pointer),
+        mp_queue_submit=(None, pointer, pointer),
+        mp_job_cancel=(int64, pointer),
+        mp_queue_finished=(uint64, pointer),
+    )
+    return NativeLibrary(working, brief)
+
+
+def _declare(library: ctypes.CDLL, **signatures: tuple[Any, ...]) -> None:  # Any: ctypes types
+    """Set result and argument types by name: (result, argument, ...)."""
+    for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = restype, argtypes
-    return library
+        function.restype, function.argtypes = result, arguments
 
 
 def address_of(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> int:  # Any: dtype is checked here

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 
 from moonpool.native.binding import (
+    NativeLibrary,
     ResultStruct,
     address_of,
     geometry_struct,
@@ -30,17 +31,17 @@ from moonpool.native.kernels import ControlPage, CopyQueue, LayerFinisher, Progr
 class CompiledKernels:
     """Kernels in C."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
     @property
     def isa(self) -> str:
         """Which variant of the digest the library chose: baseline, avx2 or avx512."""
-        name: bytes = self._library.mp_isa()
+        name: bytes = self._library.brief.mp_isa()
         return name.decode()
 
     def digest(self, data: ByteArray) -> int:
-        value: int = self._library.mp_digest(address_of(data, np.uint8), data.size)
+        value: int = self._library.working.mp_digest(address_of(data, np.uint8), data.size)
         return value
 
     def write_leaves(
@@ -53,7 +54,7 @@ class CompiledKernels:
     ) -> None:
         _check_sizes(pool, geometry, leaves)
         result = ResultStruct()
-        self._library.mp_write_leaves(
+        self._library.working.mp_write_leaves(
             address_of(pool, np.uint8),
             ctypes.byref(geometry_struct(geometry)),
             address_of(block_ids, np.int32),
@@ -69,7 +70,7 @@ class CompiledKernels:
     ) -> None:
         _check_sizes(pool, geometry)
         result = ResultStruct()
-        self._library.mp_zero_tails(
+        self._library.working.mp_zero_tails(
             address_of(pool, np.uint8),
             ctypes.byref(geometry_struct(geometry)),
             address_of(tails, np.int32),
@@ -85,7 +86,7 @@ class CompiledKernels:
         _check_sizes(pool, geometry)
         is_bad = np.zeros(len(checks), np.bool_)
         result = ResultStruct()
-        self._library.mp_verify_leaves(
+        self._library.working.mp_verify_leaves(
             address_of(pool, np.uint8),
             ctypes.byref(geometry_struct(geometry)),
             address_of(checks, LEAF_CHECK_DTYPE),
@@ -108,7 +109,7 @@ class CompiledKernels:
         result = ResultStruct()
         if not target.flags.writeable:
             raise ValueError("the target is read-only")
-        self._library.mp_copy_verify(
+        self._library.working.mp_copy_verify(
             address_of(source, np.uint8),
             source.size,
             address_of(target, np.uint8),
@@ -146,26 +147,26 @@ class CompiledKernels:
 class CompiledControlPage:
     """ControlPage with C11 atomics: publish is a release, progress an acquire."""
 
-    def __init__(self, library: ctypes.CDLL, page: ByteArray) -> None:
+    def __init__(self, library: NativeLibrary, page: ByteArray) -> None:
         self._library = library
         self._page = page
         self._address = page_address(page)
 
     def begin_step(self, step: int, now_ns: int) -> None:
-        self._library.mp_begin_step(self._address, step, now_ns)
+        self._library.brief.mp_begin_step(self._address, step, now_ns)
 
     def publish(self, step: int, layers_done: int) -> None:
-        self._library.mp_publish(self._address, step, layers_done)
+        self._library.brief.mp_publish(self._address, step, layers_done)
 
     def end_step(self) -> None:
-        self._library.mp_end_step(self._address)
+        self._library.brief.mp_end_step(self._address)
 
     def progress(self) -> Progress:
-        word: int = self._library.mp_progress(self._address)
+        word: int = self._library.brief.mp_progress(self._address)
         return Progress(step=word >> 16, layers_done=word & 0xFFFF)
 
     def started_ns(self) -> int:
-        started: int = self._library.mp_started_ns(self._address)
+        started: int = self._library.brief.mp_started_ns(self._address)
         return started
 
 
@@ -174,7 +175,7 @@ class CompiledLayerFinisher:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: NativeLibrary,
         pool: ByteArray,
         geometry: LeafGeometry,
         leaves: DigestArray,
@@ -193,7 +194,7 @@ class CompiledLayerFinisher:
     def finish_layer(
         self, *, step: int, layer: int, block_ids: Int32Array, zero_tails: Int32Array
     ) -> None:
-        self._library.mp_finish_layer(
+        self._library.working.mp_finish_layer(
             self._pool,
             ctypes.byref(self._geometry),
             address_of(block_ids, np.int32),

@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 
-from moonpool.native.binding import JobStruct, address_of, geometry_struct, raise_for
+from moonpool.native.binding import JobStruct, NativeLibrary, address_of, geometry_struct, raise_for
 from moonpool.native.geometry import (
     LEAF_CHECK_DTYPE,
     BoolArray,
@@ -30,7 +30,7 @@ class CompiledTicket:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: NativeLibrary,
         job: JobStruct,
         is_bad: ctypes.Array[ctypes.c_uint8],
         kept_alive: object,
@@ -41,7 +41,7 @@ class CompiledTicket:
         self._kept_alive = kept_alive
 
     def cancel(self) -> bool:
-        return bool(self._library.mp_job_cancel(ctypes.byref(self.job)))
+        return bool(self._library.brief.mp_job_cancel(ctypes.byref(self.job)))
 
     def result(self) -> BoolArray | None:
         raise_for(self.job.status, self.job.index)
@@ -54,10 +54,10 @@ class CompiledTicket:
 class CompiledCopyQueue:
     """CopyQueue in C. `_pending` holds every job that the C side may still touch."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: NativeLibrary) -> None:
         self._library = library
         self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._handle: int | None = library.mp_queue_create(self._eventfd)
+        self._handle: int | None = library.working.mp_queue_create(self._eventfd)
         if self._handle is None:
             os.close(self._eventfd)
             raise OSError("the copy thread could not be started")
@@ -98,7 +98,7 @@ class CompiledCopyQueue:
         )
         ticket = CompiledTicket(self._library, job, is_bad, (route, spans, checks))
         self._pending.append(ticket)
-        self._library.mp_queue_submit(self._handle, ctypes.byref(job))
+        self._library.brief.mp_queue_submit(self._handle, ctypes.byref(job))
         return ticket
 
     def finished(self) -> list[CopyTicket]:
@@ -106,7 +106,7 @@ class CompiledCopyQueue:
             return []
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._eventfd)
-        num_finished: int = self._library.mp_queue_finished(self._handle)
+        num_finished: int = self._library.brief.mp_queue_finished(self._handle)
         tickets: list[CopyTicket] = []
         while self._num_told < num_finished:
             tickets.append(self._pending.popleft())
@@ -116,7 +116,7 @@ class CompiledCopyQueue:
     def close(self) -> list[CopyTicket]:
         if self._handle is None:
             return []
-        self._library.mp_queue_close(self._handle)
+        self._library.working.mp_queue_close(self._handle)
         self._handle = None
         os.close(self._eventfd)
         tickets: list[CopyTicket] = list(self._pending)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import grpc
+import numpy as np
 
 from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion
@@ -176,7 +177,7 @@ class GrpcPeer:
                 self._pending.append(incoming)
                 self._requests.put_nowait(kv_read.ReadSpans(spans=spans))
             else:
-                incoming.accept(b"")
+                incoming.accept(np.empty(0, np.uint8))
             async with asyncio.timeout(timeout_s):
                 await incoming.done
         except TimeoutError:
@@ -204,7 +205,11 @@ class GrpcPeer:
     async def _send(self) -> None:
         try:
             while True:
-                await self._call.write(kv_read.encode(await self._requests.get()))
+                messages = [await self._requests.get()]
+                while not self._requests.empty():
+                    messages.append(self._requests.get_nowait())
+                for message in kv_read.merged(messages):
+                    await self._call.write(kv_read.encode(message))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The stream has ended; the receiving task sees why.
             return
@@ -217,17 +222,22 @@ class GrpcPeer:
                     code, details = await self._call.code(), await self._call.details()
                     self._lose(peer_lost(f"{self._region.worker}: {code.name}: {details}"))
                     return
-                if not message or not self._pending or len(message) > self._pending[0].num_missing:
-                    self._lose(
-                        peer_lost(f"{self._region.worker} sent bytes that were not asked for")
-                    )
+                if not message or not self._distribute(message):
+                    self._lose(peer_lost(f"{self._region.worker} sent what was not asked for"))
                     return
-                incoming = self._pending[0]
-                incoming.accept(message)
-                if not incoming.num_missing:
-                    self._pending.popleft()
         except grpc.aio.AioRpcError as error:
             self._lose(_transfer_error(self._region, error))
+
+    def _distribute(self, message: bytes) -> bool:
+        """Give each pending read its part, in order; False if there is more than was asked for."""
+        rest = np.frombuffer(message, np.uint8)
+        while len(rest) and self._pending:
+            incoming = self._pending[0]
+            part, rest = rest[: incoming.num_missing], rest[incoming.num_missing :]
+            incoming.accept(part)
+            if not incoming.num_missing:
+                self._pending.popleft()
+        return not len(rest)
 
     def _on_consumed(self, num_bytes: int) -> None:
         self._num_consumed += num_bytes

@@ -5,7 +5,7 @@
 
 Rules
 1. The empty message says that Open was accepted: the source named is this incarnation.
-2. A message holds up to MESSAGE_BYTES of one read. Never more bytes are under way than credit allows.
+2. The spans' bytes come in order, in messages of up to MESSAGE_BYTES. Never more bytes are under way than credit allows.
 3. The stream's only other end is an error: FAILED_PRECONDITION for another incarnation, OUT_OF_RANGE
    for spans outside of the pool, INVALID_ARGUMENT for what no reader sends.
 4. The server reads its own memory as it is. Whether the bytes are those that were announced is for

@@ -17,7 +17,7 @@ import numpy as np
 
 from moonpool.errors import TransferError
 from moonpool.native import RangeError
-from moonpool.transport.base import Int64Array, KvRead, LocalPool
+from moonpool.transport.base import ByteArray, Int64Array, KvRead, LocalPool
 from moonpool.transport.copier import Copier, CopyCancelledError, CopyJob
 
 
@@ -57,8 +57,8 @@ class IncomingRead:
         """Positions in the KvRead's checks whose copy does not match."""
         return self._order[np.array(sorted(self._bad), np.int64)]
 
-    def accept(self, message: bytes) -> None:
-        """The next bytes; at most `num_missing`."""
+    def accept(self, message: ByteArray) -> None:
+        """The next bytes, uint8[at most num_missing]; kept until they are copied."""
         size = len(message)
         begin, end = self._num_received, self._num_received + size
         self._num_received = end
@@ -81,7 +81,8 @@ class IncomingRead:
                 spans[-1, 2] -= beyond
         next_check = int(np.searchsorted(self._done_at, end, "right"))
         checks = self._checks[self._num_checked : next_check].copy()
-        np.clip(checks["after_span"] - first, -1, last - first - 1, out=checks["after_span"])
+        after = np.minimum(checks["after_span"] - first, last - first - 1)
+        checks["after_span"] = np.maximum(after, -1)
         first_check, self._num_checked = self._num_checked, next_check
 
         def finish(job: CopyJob) -> None:
@@ -90,7 +91,7 @@ class IncomingRead:
             self._note(job, first_check)
 
         try:
-            route = self._copier.route(np.frombuffer(message, np.uint8), self._pool)
+            route = self._copier.route(message, self._pool)
             self._jobs.add(self._copier.submit(route, spans, checks, finish))
         except BaseException:
             self._on_consumed(size)
@@ -140,7 +141,8 @@ def _in_order_of_arrival(
     if not len(after) or not len(starts):
         return read.checks, np.arange(len(after)), np.zeros(len(after), np.int64)
     leaf_ends = pool.geometry.leaf_ends(read.checks["block"], read.checks["layer"])
-    within = np.clip(leaf_ends - read.spans[after, 1], 0, read.spans[after, 2])
+    spans = read.spans[after]
+    within = np.maximum(np.minimum(leaf_ends - spans[:, 1], spans[:, 2]), 0)
     done_at = np.where(after < 0, 0, starts[after] + within)
     order = np.lexsort((done_at, after))
     return read.checks[order], order, done_at[order]

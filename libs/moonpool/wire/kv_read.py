@@ -1,11 +1,12 @@
 """What the reader says on KvPlane.Read: open, spans, credit. The answers are raw bytes, not messages.
 
-The spans of one message are one read: the server answers with their bytes in order, in messages that
-never hold bytes of two reads.
+The server answers with the bytes of all spans in order; where one read ends and the next begins is only
+the reader's business, so spans that wait to be sent are merged into one message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ Int64Array = npt.NDArray[np.int64]
 SERVICE = "moonpool.api.v1.KvPlane"
 METHOD = f"/{SERVICE}/Read"
 
-#: Most spans of one read: a pool of any size read layer by layer stays far below.
+#: Most spans of one message; more are sent in several.
 MAX_SPANS = 1 << 17
 #: Longer spans are cut; the bytes and their order do not change.
 _MAX_SPAN_BYTES = 1 << 30
@@ -64,11 +65,24 @@ def encode(message: ReadMessage) -> bytes:
             )
             return pb.ReadRequest(open=opened).SerializeToString()
         case ReadSpans():
-            spans = _cut(message.spans)
-            columns = pb.ReadSpans(offsets=spans[:, 0].tolist(), lengths=spans[:, 1].tolist())
+            offsets, lengths = _cut(message.spans).T.tolist()
+            columns = pb.ReadSpans(offsets=offsets, lengths=lengths)
             return pb.ReadRequest(spans=columns).SerializeToString()
         case GrantCredit():
             return pb.ReadRequest(credit_bytes=message.credit_bytes).SerializeToString()
+
+
+def merged(messages: Sequence[ReadMessage]) -> list[ReadMessage]:
+    """The same in fewer messages: all credit first, then all spans. Open is not among them."""
+    credit = sum(item.credit_bytes for item in messages if isinstance(item, GrantCredit))
+    result: list[ReadMessage] = [GrantCredit(credit_bytes=credit)] if credit else []
+    waiting = [_cut(item.spans) for item in messages if isinstance(item, ReadSpans)]
+    if waiting:
+        spans = np.concatenate(waiting)
+        result += [
+            ReadSpans(spans=spans[at : at + MAX_SPANS]) for at in range(0, len(spans), MAX_SPANS)
+        ]
+    return result
 
 
 def decode(data: bytes) -> ReadMessage:

@@ -1,0 +1,305 @@
+"""How fast KV moves between two processes of one machine, digests on: `python tests/bench/bench_transport.py`.
+
+A source process owns a pool and serves it by shm and gRPC; this process reads. Every figure is a ratio
+of arms that alternate within one run, since the machine's own speed drifts. Prints a table, then JSON.
+
+shm     pieces       one bare memcpy of each piece, in one C loop
+        loop         memcpy + XXH3-64 of each piece, in one C loop: what a verified copy costs
+        shm          the product: peer.read, 8 reads at once (`alone`: one after another)
+grpc    bare         a grpc.aio stream of one constant 1 MiB message, hashed by its receiver
+        grpc         the product: peer.read, 8 reads at once: gathered, streamed, scattered, verified
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import uvloop
+import xxhash
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moonpool import native
+from moonpool.api.v1 import kv_pb2
+from moonpool.kv.layout import KvLayout
+from moonpool.kv.region import KvRegion
+from moonpool.native.geometry import DigestArray
+from moonpool.transport.base import KvPeer, KvRead, LocalPool
+from moonpool.transport.grpc_server import MESSAGE_BYTES
+from moonpool.wire.layout import region_from_pb, region_to_pb
+from support.kv_source import block_read, make_transport, reader_pool, serve_kv
+
+BARE_METHOD = "/bench.Bare/Stream"
+CONCURRENT = 8
+
+#: SmolLM2-135M in bfloat16: 30 layers, 12 KiB a layer and block, 360 KiB a block.
+SMOLLM2 = KvLayout.block_major(
+    num_blocks=512, num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16"
+)
+#: One leaf of 64 KiB a block, so that a run of blocks is a run of pieces.
+RUNS = KvLayout.block_major(
+    num_blocks=2048, num_layers=1, num_kv_heads=8, head_dim=64, dtype="float32"
+)
+LAYOUTS = {"smollm2": SMOLLM2, "runs": RUNS}
+
+
+async def _bare(
+    requests: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
+) -> AsyncIterator[bytes]:
+    payload = os.urandom(MESSAGE_BYTES)
+    async for request in requests:
+        for _ in range(int.from_bytes(request, "little")):
+            yield payload
+
+
+async def serve(name: str) -> None:
+    """The source process: prints its region and its digests' file, ends with its standard input."""
+    bare = grpc.aio.server()
+    port = bare.add_insecure_port("127.0.0.1:0")
+    handler = grpc.stream_stream_rpc_method_handler(_bare)
+    bare.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("bench.Bare", {"Stream": handler}),)
+    )
+    await bare.start()
+    async with serve_kv(LAYOUTS[name]) as source:
+        line = {
+            "region": region_to_pb(source.region).SerializeToString().hex(),
+            "digests": source.memory.leaf_digests.tobytes().hex(),
+            "bare": f"127.0.0.1:{port}",
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+        await asyncio.to_thread(sys.stdin.read)
+    await bare.stop(0)
+
+
+def scatter_reads(digests: DigestArray, count: int) -> list[KvRead]:
+    """One layer of 32 random blocks each."""
+    rng = np.random.default_rng(1)
+    return [
+        block_read(
+            SMOLLM2,
+            digests,
+            rng.permutation(512)[:32].tolist(),
+            rng.permutation(512)[:32].tolist(),
+            [int(rng.integers(30))],
+        )
+        for _ in range(count)
+    ]
+
+
+def run_reads(digests: DigestArray, size_bytes: int, count: int) -> list[KvRead]:
+    """One contiguous run each, in pieces of 64 KiB."""
+    rng = np.random.default_rng(2)
+    num_blocks = size_bytes // RUNS.block_bytes
+    reads = []
+    for _ in range(count):
+        source, target = rng.integers(0, RUNS.num_blocks - num_blocks + 1, 2).tolist()
+        blocks = np.arange(num_blocks)
+        span = [source * RUNS.block_bytes, target * RUNS.block_bytes, size_bytes]
+        reads.append(
+            KvRead.of(
+                np.array([span], np.int64),
+                blocks=target + blocks,
+                layers=0,
+                expected=digests[source + blocks, 0],
+                after_span=0,
+            )
+        )
+    return reads
+
+
+async def read_all(peer: KvPeer, reads: list[KvRead], concurrent: int) -> None:
+    waiting = iter(reads)
+
+    async def work() -> None:
+        for read in waiting:
+            result = await peer.read(read, timeout_s=30)
+            assert not result.bad_leaves, result
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrent):
+            group.create_task(work())
+
+
+async def alternate(
+    arms: dict[str, Callable[[], Awaitable[None]]], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each arm in each round, after one round of warming up."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(rounds + 1):
+        for name, arm in arms.items():
+            started = time.perf_counter()
+            await arm()
+            if turn:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], arm: str, base: str) -> float:
+    """Median over rounds of the speed of `arm` relative to `base` in the same round."""
+    pairs = zip(seconds[arm], seconds[base], strict=True)
+    return statistics.median(theirs / ours for ours, theirs in pairs)
+
+
+class Source:
+    """The other process."""
+
+    def __init__(self, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = json.loads(self.process.stdout.readline())
+        self.layout = LAYOUTS[name]
+        self.region: KvRegion = region_from_pb(
+            kv_pb2.KvRegion.FromString(bytes.fromhex(line["region"]))
+        )
+        digests = np.frombuffer(bytes.fromhex(line["digests"]), np.uint64)
+        self.digests: DigestArray = digests.reshape(-1, self.layout.num_layers)
+        self.bare_address: str = line["bare"]
+
+    def stop(self) -> None:
+        self.process.communicate("")
+
+
+async def measure(
+    source: Source, label: str, reads: list[KvRead], rounds: int
+) -> list[dict[str, object]]:
+    """Both transports on the same reads, each with its own base."""
+    pool = reader_pool(source.layout)
+    num_bytes = sum(read.num_bytes for read in reads)
+    rows: list[dict[str, object]] = []
+
+    def row(transport: str, seconds: dict[str, list[float]], targets: dict[str, str]) -> None:
+        speeds = {
+            name: round(num_bytes / statistics.median(values) / 1e9, 2)
+            for name, values in seconds.items()
+        }
+        ratios = {
+            f"{arm}/{base}": round(ratio(seconds, arm, base), 3) for arm, base in targets.items()
+        }
+        rows.append({"case": label, "transport": transport, "gb_per_s": speeds, "ratios": ratios})
+
+    async with make_transport("shm", pool) as transport:
+        peer = await transport.connect(source.region, timeout_s=10)
+        seconds = await alternate(shm_arms(peer, pool, reads), rounds)
+        row("shm", seconds, {"loop": "pieces", "shm": "loop", "alone": "loop"})
+    async with (
+        make_transport("grpc", pool) as transport,
+        grpc.aio.insecure_channel(source.bare_address) as channel,
+    ):
+        peer = await transport.connect(source.region, timeout_s=10)
+        call = channel.stream_stream(BARE_METHOD)()
+
+        async def bare() -> None:
+            count = -(-num_bytes // MESSAGE_BYTES)
+            await call.write(count.to_bytes(8, "little"))
+            for _ in range(count):
+                xxhash.xxh3_64_intdigest(await call.read())
+
+        arms = {"bare": bare, "grpc": lambda: read_all(peer, reads, CONCURRENT)}
+        row("grpc", await alternate(arms, rounds), {"grpc": "bare"})
+        call.cancel()
+    return rows
+
+
+def shm_arms(
+    peer: KvPeer, pool: LocalPool, reads: list[KvRead]
+) -> dict[str, Callable[[], Awaitable[None]]]:
+    kernels, mapped = native.kernels(), peer._mapped.bytes  # type: ignore[attr-defined]
+    spans = np.concatenate([read.spans for read in reads])
+    pieces, checks, first = [], [], 0
+    for read in reads:
+        order = np.arange(len(read.checks))
+        length = int(read.spans[:, 2].sum()) // len(read.checks)
+        offsets = read.spans[0] + np.outer(order, [length, length, 0])
+        cut = read.spans if len(read.spans) > 1 else offsets
+        cut[:, 2] = length
+        pieces.append(cut)
+        own = read.checks.copy()
+        own["after_span"] = first + order
+        checks.append(own)
+        first += len(cut)
+    all_pieces, all_checks = np.ascontiguousarray(np.concatenate(pieces)), np.concatenate(checks)
+    assert int(all_pieces[:, 2].sum()) == int(spans[:, 2].sum())
+
+    async def copy_pieces() -> None:
+        kernels.copy_verify(mapped, pool.bytes, all_pieces, pool.geometry, all_checks[:0])
+
+    async def loop() -> None:
+        is_bad = kernels.copy_verify(mapped, pool.bytes, all_pieces, pool.geometry, all_checks)
+        assert not is_bad.any()
+
+    return {
+        "pieces": copy_pieces,
+        "loop": loop,
+        "shm": lambda: read_all(peer, reads, CONCURRENT),
+        "alone": lambda: read_all(peer, reads, 1),
+    }
+
+
+async def run(rounds: int) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    source = Source("runs")
+    try:
+        for label, size, count in (
+            ("64 KiB", 1 << 16, 512),
+            ("1 MiB", 1 << 20, 64),
+            ("16 MiB", 1 << 24, 4),
+        ):
+            rows += await measure(source, label, run_reads(source.digests, size, count), rounds)
+    finally:
+        source.stop()
+    source = Source("smollm2")
+    try:
+        reads = scatter_reads(source.digests, 100)
+        rows += await measure(source, "32 x 12 KiB", reads, rounds)
+    finally:
+        source.stop()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--serve", choices=sorted(LAYOUTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if options.serve:
+            runner.run(serve(options.serve))
+            return
+        rows = runner.run(run(options.rounds))
+    sys.stdout.write(f"{'case':12} {'transport':10} {'GB/s':58} ratios\n")
+    for row in rows:
+        speeds = "  ".join(f"{name} {value}" for name, value in row["gb_per_s"].items())
+        ratios = "  ".join(f"{name} {value}" for name, value in row["ratios"].items())
+        sys.stdout.write(f"{row['case']:12} {row['transport']:10} {speeds:58} {ratios}\n")
+    machine = {
+        "cpu_count": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "grpc": grpc.__version__,
+        "native": native.status().message,
+        "rounds": options.rounds,
+    }
+    sys.stdout.write(json.dumps({"machine": machine, "rows": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
