@@ -71,12 +71,11 @@ class LlamaModel:
         num_tokens = len(token_ids)
         num_heads, eps = config.num_heads, config.rms_norm_eps
         num_rotated = num_heads + config.num_kv_heads
-        norm_shape = (config.hidden_size,)
         cos, signed_sin = self.rope.at(positions, self.dtype)
         hidden = functional.embedding(token_ids, self.embedding)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            normed = functional.rms_norm(hidden, norm_shape, layer.attention_norm, eps)
+            normed = _rms_norm(hidden, layer.attention_norm, eps)
             qkv = layer.qkv(normed).view(num_tokens, -1, config.head_dim)
             rotate_(qkv[:, :num_rotated], cos, signed_sin)
             kv = qkv[:, num_heads:].reshape(num_tokens, 2, config.num_kv_heads, config.head_dim)
@@ -91,8 +90,15 @@ class LlamaModel:
             attended = attention.run(index, qkv[:, :num_heads], stored.to(self.dtype))
             if index == last and sample_tokens is not None:
                 hidden, attended = hidden[sample_tokens], attended[sample_tokens]
-            hidden = layer.attention_out.add_to(hidden, attended)
-            normed = functional.rms_norm(hidden, norm_shape, layer.mlp_norm, eps)
+            hidden = hidden.add_(layer.attention_out(attended))
+            normed = _rms_norm(hidden, layer.mlp_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = layer.down.add_to(hidden, functional.silu(gate).mul_(up))
-        return functional.rms_norm(hidden, norm_shape, self.final_norm, eps)
+            hidden = hidden.add_(layer.down(functional.silu(gate).mul_(up)))
+        return _rms_norm(hidden, self.final_norm, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension; the mean is taken in float32."""
+    wide = x.float()
+    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
