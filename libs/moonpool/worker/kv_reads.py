@@ -94,10 +94,10 @@ class KvReads:
         layers = (effect.first_layer, effect.end_layer)
         read = KvRead.of(
             peer.plan.spans(sources, targets, *layers),
-            blocks=targets[:, None],
-            layers=np.arange(columns.start, columns.stop)[None, :],
-            expected=expected,
-            after_span=peer.plan.last_spans(sources, targets, *layers),
+            blocks=np.repeat(targets, num_layers),
+            layers=np.tile(np.arange(columns.start, columns.stop), len(targets)),
+            expected=expected.reshape(-1),
+            after_span=peer.plan.last_spans(sources, targets, *layers).reshape(-1),
         )
         started_ns = time.time_ns()
         try:
