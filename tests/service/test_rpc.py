@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moonpool.api.v1 import worker_pb2, worker_pb2_grpc
@@ -209,6 +210,11 @@ async def test_health_follows_and_reflection_names_the_services() -> None:
         await server.set_serving(True)
         for name in ("", _SERVICE):
             assert await is_serving(channel, peer="w", deadline_s=_DEADLINE_S, service_name=name)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await server.set_serving(False)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
         with pytest.raises(MoonpoolError) as caught:
             await is_serving(channel, peer="w", deadline_s=_DEADLINE_S, service_name="x")
         assert caught.value.code == "not_found"

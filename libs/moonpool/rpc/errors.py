@@ -8,6 +8,7 @@ Client: `errors_from` turns a peer's AioRpcError into the MoonpoolError it was.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -104,6 +105,10 @@ def _unary(behaviour: Any, method: str) -> Any:  # Any: handlers are untyped in 
 
 
 def _stream(behaviour: Any, method: str) -> Any:  # Any: handlers are untyped in grpc
+    if not inspect.isasyncgenfunction(behaviour):
+        # A coroutine that writes to its context itself (the health service's Watch).
+        return _unary(behaviour, method)
+
     async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         async with (
             _mapped(method, context),
