@@ -69,7 +69,7 @@ def all_leaves(geometry: LeafGeometry) -> list[tuple[int, int]]:
 
 @forms
 @given(geometry=geometries(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_leaves_are_xxh3_of_the_planes_in_order(
     kernels: native.Kernels, geometry: LeafGeometry, seed: int
 ) -> None:
@@ -85,7 +85,7 @@ def test_leaves_are_xxh3_of_the_planes_in_order(
 
 @forms
 @given(geometry=geometries(), seed=st.integers(0, 2**32 - 1), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_scattered_copy_is_exact_and_finds_each_flipped_byte(
     kernels: native.Kernels, geometry: LeafGeometry, seed: int, data: st.DataObject
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,24 +37,25 @@ def find_compiler() -> str | None:
 def compile_library(target: Path, compiler: str) -> None:
     """Compile src/ into the shared library `target`, replacing it in one move.
 
-    A process that has the old file mapped keeps it.
+    A process that has the old file mapped keeps it. `$CFLAGS` is added to the flags.
 
     Raises:
         BuildError: A compiler run failed.
     """
+    flags = [*_FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
     variants = _X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else ()
     have = [f"-DMP_HAVE_{isa.upper()}" for isa, _ in variants]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         objects: list[str] = []
 
-        def compile_one(source: Path, name: str, *flags: str) -> None:
+        def compile_one(source: Path, name: str, *more: str) -> None:
             objects.append(str(Path(folder) / f"{name}.o"))
             _run(
                 [
                     compiler,
-                    *_FLAGS,
                     *flags,
+                    *more,
                     f"-I{_SOURCES}",
                     f"-I{_XXHASH}",
                     "-c",

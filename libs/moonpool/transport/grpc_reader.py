@@ -37,8 +37,9 @@ from moonpool.transport.copier import Copier
 from moonpool.transport.incoming import IncomingRead
 from moonpool.wire import kv_read
 
-#: Bytes under way: enough for 1 MiB messages to keep both ends busy.
-WINDOW_BYTES = 16 << 20
+#: Most bytes under way or waiting to be copied. Half of it is granted at once, since a message costs
+#: both ends more than its bytes do.
+WINDOW_BYTES = 32 << 20
 
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 
@@ -142,7 +143,7 @@ class GrpcPeer:
         self._call = call
         self._pool = pool
         self._copier = copier
-        self._grant_bytes = window_bytes // 4
+        self._grant_bytes = window_bytes // 2
         self._on_closed = on_closed
         self._tasks: list[asyncio.Task[None]] = []
         #: In the order of their requests, which is the order of their bytes.

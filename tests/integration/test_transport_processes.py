@@ -1,0 +1,144 @@
+"""Transports between real processes: a source that is stopped, killed, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moonpool.api.v1 import kv_pb2
+from moonpool.errors import TransferError
+from moonpool.kv.region import KvRegion
+from moonpool.transport.base import KvRead
+from moonpool.wire.layout import region_from_pb
+from support.kv_source import block_read, make_transport, reader_pool
+
+MAIN = Path(__file__).resolve().parents[1] / "support" / "kv_source_main.py"
+both = pytest.mark.parametrize("name", ["shm", "grpc"])
+
+
+@dataclass(kw_only=True)
+class Source:
+    process: Process
+    region: KvRegion
+    digests: npt.NDArray[np.uint64]
+
+    def read_everything(self) -> KvRead:
+        layout = self.region.layout
+        blocks = range(layout.num_blocks)
+        return block_read(layout, self.digests, blocks, blocks, range(layout.num_layers))
+
+
+@asynccontextmanager
+async def source_process(*, num_blocks: int = 256) -> AsyncIterator[Source]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, MAIN, "1", str(num_blocks), stdin=PIPE, stdout=PIPE, limit=1 << 24
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            line = json.loads(await process.stdout.readline())
+        region = region_from_pb(kv_pb2.KvRegion.FromString(bytes.fromhex(line["region"])))
+        digests = np.frombuffer(bytes.fromhex(line["digests"]), np.uint64)
+        shape = (region.layout.num_blocks, region.layout.num_layers)
+        yield Source(process=process, region=region, digests=digests.reshape(shape))
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        await process.wait()
+
+
+@both
+async def test_another_processs_pool_arrives_verified(name: str) -> None:
+    async with source_process() as source:
+        pool = reader_pool(source.region.layout)
+        async with make_transport(name, pool) as transport:
+            peer = await transport.connect(source.region, timeout_s=5)
+            read = source.read_everything()
+            result = await peer.read(read, timeout_s=20)
+            assert (result.num_bytes, result.bad_leaves) == (pool.bytes.size, ())
+
+
+async def test_a_source_that_is_killed_ends_every_pending_read_at_once() -> None:
+    async with source_process() as source:
+        pool = reader_pool(source.region.layout)
+        async with make_transport("grpc", pool, window_bytes=2 << 20) as transport:
+            peer = await transport.connect(source.region, timeout_s=5)
+            os.kill(source.process.pid, signal.SIGSTOP)
+            async with asyncio.TaskGroup() as group:
+                reads = [
+                    group.create_task(
+                        _error_code(peer.read(source.read_everything(), timeout_s=60))
+                    )
+                    for _ in range(5)
+                ]
+                await asyncio.sleep(0)
+                source.process.kill()
+                async with asyncio.timeout(5):
+                    codes = [await read for read in reads]
+            assert codes == ["kv_peer_lost"] * 5
+            assert peer.is_lost
+            before = pool.bytes.copy()
+            with pytest.raises(TransferError):
+                await peer.read(source.read_everything(), timeout_s=5)
+            assert np.array_equal(pool.bytes, before)
+
+
+async def test_a_source_killed_in_the_middle_of_a_read_ends_it() -> None:
+    async with source_process(num_blocks=512) as source:
+        pool = reader_pool(source.region.layout)
+        async with make_transport("grpc", pool, window_bytes=2 << 20) as transport:
+            peer = await transport.connect(source.region, timeout_s=5)
+            async with asyncio.TaskGroup() as group:
+                read = group.create_task(
+                    _error_code(peer.read(source.read_everything(), timeout_s=60))
+                )
+                async with asyncio.timeout(20):
+                    while not pool.bytes[:: 1 << 16].any():  # noqa: ASYNC110 - memory has no event
+                        await asyncio.sleep(0)
+                source.process.kill()
+                async with asyncio.timeout(5):
+                    assert await read == "kv_peer_lost"
+
+
+async def test_memory_of_a_killed_source_stays_readable_and_is_then_gone() -> None:
+    async with source_process() as source:
+        pool = reader_pool(source.region.layout)
+        async with make_transport("shm", pool) as transport:
+            peer = await transport.connect(source.region, timeout_s=5)
+            source.process.kill()
+            await source.process.wait()
+            result = await peer.read(source.read_everything(), timeout_s=5)
+            assert result.bad_leaves == ()
+            with pytest.raises(TransferError) as caught:
+                await transport.connect(source.region, timeout_s=5)
+            assert caught.value.code == "kv_peer_lost"
+            await peer.close()
+            del peer
+        assert _num_moonpool_maps() == 0
+        assert not [file for file in os.listdir("/dev/shm") if "moonpool" in file]
+
+
+def _num_moonpool_maps() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("moonpool" in line and "memfd" in line for line in maps)
+
+
+async def _error_code(read: Awaitable[object]) -> str:
+    try:
+        await read
+    except TransferError as error:
+        return error.code
+    return ""
