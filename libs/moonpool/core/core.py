@@ -60,7 +60,7 @@ from moonpool.core.protocol import (
     TokensReady,
 )
 from moonpool.core.step import StepPlan, StepResult, StepTiming
-from moonpool.ids import AttemptId, RequestId
+from moonpool.ids import AttemptId, BlockId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_cache import BlockCache
@@ -529,6 +529,29 @@ class Core:
         other._timing = self._timing
         other._num_step_tokens = self._num_step_tokens
         return other
+
+    def key(self) -> tuple[object, ...]:
+        """A hashable value, equal for cores that will behave alike.
+
+        Block ids are named by who holds them first, cached blocks by hash in order of eviction; step
+        numbers, times and counters are left out.
+        """
+        states = sorted(self._scheduler.states(), key=lambda state: (state.role, state.attempt_id))
+        names: dict[BlockId, int] = {}
+        for state in states:
+            for block_id in state.block_ids:
+                names.setdefault(block_id, len(names))
+        return (
+            tuple(
+                state.key(tuple(names[block_id] for block_id in state.block_ids))
+                for state in states
+            ),
+            tuple((value, names.get(block_id, -1)) for value, block_id in self._cache.contents()),
+            self._seen.key(),
+            self._is_draining,
+            tuple((row.state.attempt_id, row.state.role, row.end) for row in self._rows_in_flight),
+            tuple(self._replies),
+        )
 
     def validate(self) -> None:
         """Raise AssertionError if any invariant is broken. O(blocks + tokens)."""

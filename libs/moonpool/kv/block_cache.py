@@ -71,7 +71,8 @@ class BlockCache:
     def __init__(self, num_blocks: int, eviction: EvictionPolicy | None = None) -> None:
         self._pool = BlockPool(num_blocks)
         self._events = CacheEventLog()
-        self._tree = RadixTree(self._pool, eviction or LruEviction(), self._events)
+        self._eviction = eviction or LruEviction()
+        self._tree = RadixTree(self._pool, self._eviction, self._events)
         #: Counts releases: what was released later was used later.
         self._tick = 0
 
@@ -176,6 +177,17 @@ class BlockCache:
     def take_events(self) -> tuple[CacheEvent, ...]:
         """What can be found, or no longer can, since the last call: the net change, bounded."""
         return self._events.take()
+
+    def contents(self) -> tuple[tuple[BlockHash, BlockId], ...]:
+        """Every findable block with its hash: those that may go first, in the order of eviction's
+        priority, then the referenced ones in order of hash. O(num_blocks); for exploring and tests.
+        """
+
+        def rank(item: tuple[BlockHash, BlockId]) -> tuple[bool, int, BlockHash]:
+            is_idle = self._pool.is_idle(item[1])
+            return (not is_idle, self._eviction.priority(item[1]) if is_idle else 0, item[0])
+
+        return tuple(sorted(self._tree.items(), key=rank))
 
     def validate(self) -> None:
         """Check every invariant from first principles; raises AssertionError. O(num_blocks)."""

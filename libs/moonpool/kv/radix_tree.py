@@ -30,7 +30,7 @@ costs one step per node. No clock: ticks are given.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from moonpool.ids import BlockHash, BlockId
 from moonpool.kv.block_pool import BlockPool
@@ -162,6 +162,13 @@ class RadixTree:
             else:
                 evicted += self._cut()
         return evicted
+
+    def items(self) -> Iterator[tuple[BlockHash, BlockId]]:
+        """Every block of the tree with its hash, parents before children."""
+        nodes = [self._root]
+        for node in nodes:
+            yield from zip(node.hashes, node.block_ids, strict=True)
+            nodes.extend(node.children.values())
 
     # -- finding --
 

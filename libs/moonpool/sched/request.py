@@ -259,6 +259,25 @@ class RequestState:
         copy.block_hashes = list(self.block_hashes)
         return copy
 
+    def key(self, block_names: tuple[int, ...]) -> tuple[object, ...]:
+        """What decides how it goes on, its blocks under the names that the caller gives them."""
+        return (
+            self.role,
+            self.attempt_id,
+            self.status,
+            self.token_ids[: self.num_tokens].tobytes(),
+            self.num_computed_tokens,
+            self.num_cached_tokens,
+            self.is_cached_reported,
+            block_names,
+            self.num_final_blocks,
+            self.num_queued_tokens,
+            self.num_promised_blocks,
+            self.slot >= 0,
+            self.is_token_in_slot,
+            self.num_in_flight,
+        )
+
     def validate(self) -> None:
         """Raise AssertionError if the counts contradict each other."""
         size = self.block_size
