@@ -5,9 +5,14 @@ the step's own tokens lie in the pool before `run`, so a key is read from one pl
 computed in this step, in an earlier one, or by another worker.
 
 The torch backend gathers (copies) the keys it needs and leaves the arithmetic to
-scaled_dot_product_attention. Rows of one token are batched: those of similar length share one call,
-padded to the longest and masked. The query heads that share a KV head are treated as consecutive
-queries of one head, so grouped-query attention costs no copies.
+torch's CPU flash attention.
+
+- Rows of one token are batched: those of similar length share one call, padded to the longest and
+  masked. The query heads that share a KV head are treated as consecutive queries of one head, so
+  grouped-query attention costs no copies.
+- A chunk attends to its own keys as they come out of the projection, causally, and in a second call
+  to the gathered keys before it, without a mask; the two are merged by their sums of exponentials. One
+  call with a mask would compute the upper triangle too, and a mask of queries x keys.
 """
 
 from __future__ import annotations
@@ -56,14 +61,13 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """Queries [begin, end) of the batch at positions [start, kv_len) of one sequence."""
+    """Queries [begin, end) of the batch; the first has position `start` in its sequence."""
 
     begin: int
     end: int
     start: int
-    kv_len: int
-    #: None for a chunk that starts its sequence: its own keys are all there is.
-    head_index: Tensor | None
+    #: Blocks of positions [0, start); None for a chunk that starts its sequence.
+    prefix_index: Tensor | None
 
 
 #: Decode rows share a call while padding adds at most this share of keys, or this many tokens.
@@ -153,25 +157,24 @@ class TorchPagedAttention:
     def _plan_chunk(self, pages: PageTables, row: int, kv_len: int) -> _Chunk:
         begin, end = int(pages.qo_indptr[row]), int(pages.qo_indptr[row + 1])
         start = kv_len - (end - begin)
-        head_index = None
+        prefix_index = None
         if start:
-            blocks = pages.kv_indices[pages.kv_indptr[row] : pages.kv_indptr[row + 1]]
-            head_index = self._pool.head_index(blocks.astype(np.int64)[None, :])
-        return _Chunk(begin=begin, end=end, start=start, kv_len=kv_len, head_index=head_index)
+            first = int(pages.kv_indptr[row])
+            blocks = pages.kv_indices[first : first + -(-start // pages.block_size)]
+            prefix_index = self._pool.head_index(blocks.astype(np.int64)[None, :])
+        return _Chunk(begin=begin, end=end, start=start, prefix_index=prefix_index)
 
     def _prefill(self, layer: int, chunk: _Chunk, query: Tensor, kv: Tensor) -> Tensor:
+        """Attention to the chunk itself (causal) and to what lies before it (full), merged."""
         heads = query.transpose(0, 1)[None]
-        if chunk.head_index is None:
-            keys, values = kv[:, 0].transpose(0, 1)[None], kv[:, 1].transpose(0, 1)[None]
-            attended = functional.scaled_dot_product_attention(
-                heads, keys, values, is_causal=True, enable_gqa=True
-            )
-        else:
-            keys, values = self._gather(layer, chunk.head_index, 1, chunk.kv_len)
-            mask = torch.ones((len(query), chunk.kv_len), dtype=torch.bool).tril(chunk.start)
-            attended = functional.scaled_dot_product_attention(
-                heads, keys, values, attn_mask=mask, enable_gqa=True
-            )
+        keys, values = kv[:, 0].transpose(0, 1)[None], kv[:, 1].transpose(0, 1)[None]
+        attended, log_sum = _flash_attention(heads, keys, values, is_causal=True)
+        if chunk.prefix_index is not None:
+            keys, values = self._gather(layer, chunk.prefix_index, 1, chunk.start)
+            before, log_sum_before = _flash_attention(heads, keys, values, is_causal=False)
+            # Two softmaxes over disjoint keys: each weighs as much as its sum of exponentials.
+            share = torch.sigmoid(log_sum_before - log_sum).to(query.dtype)
+            attended = torch.lerp(attended, before, share[..., None])
         return attended[0].transpose(0, 1)
 
     def _gather(
@@ -181,3 +184,16 @@ class TorchPagedAttention:
         kv = self._pool.read(layer, head_index, num_rows)[:, :, :, :num_tokens]
         kv = kv.to(self._dtype)
         return kv[0], kv[1]
+
+
+def _flash_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Result [1, heads, queries, head_dim] and float32 log-sum-exp [1, heads, queries].
+
+    The operation behind scaled_dot_product_attention, which does not hand out the second.
+    """
+    attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal
+    )
+    return attended, log_sum
