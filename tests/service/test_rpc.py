@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -250,3 +253,46 @@ def test_keepalive_notices_silence_within_five_seconds_and_is_tolerated() -> Non
     # A quiet stream is cut after 10 s if the server counts its pings as abuse.
     assert server["grpc.http2.min_ping_interval_without_data_ms"] <= 1_000
     assert server["grpc.keepalive_permit_without_calls"] == 1
+
+
+_FROZEN_SERVER = """
+import asyncio
+from moonpool.api.v1 import worker_pb2, worker_pb2_grpc
+from moonpool.rpc.server import RpcServer
+
+class Servicer(worker_pb2_grpc.WorkerServicer):
+    async def Session(self, requests, context):
+        async for _ in requests:
+            yield worker_pb2.WorkerMessage()
+
+async def main():
+    server = RpcServer()
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, Servicer(), "moonpool.api.v1.Worker")
+    print(await server.start(), flush=True)
+    await server.wait_closed()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_peer_that_freezes_is_dead_after_five_seconds() -> None:
+    # Its kernel goes on acknowledging: only an unanswered ping tells.
+    peer = subprocess.Popen(
+        [sys.executable, "-c", _FROZEN_SERVER], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert peer.stdout is not None
+        address = f"127.0.0.1:{int(peer.stdout.readline())}"
+        async with open_channel(address) as channel, asyncio.timeout(20):
+            stream = worker_pb2_grpc.WorkerStub(channel).Session()
+            await stream.write(worker_pb2.RouterMessage(ping=worker_pb2.Ping()))
+            await stream.read()
+            peer.send_signal(signal.SIGSTOP)
+            frozen_at = asyncio.get_running_loop().time()
+            with pytest.raises(UnavailableError):
+                async for _ in replies(stream, worker_pb2.WorkerMessage, peer="w"):
+                    pass
+            assert asyncio.get_running_loop().time() - frozen_at < 7.0
+    finally:
+        peer.kill()
+        peer.communicate()
