@@ -68,7 +68,7 @@ class Worker:
         plan = self.core.schedule(now)
         frame = self.core.take_frame()
         self.frames.append(frame)
-        if plan is None:
+        if plan is None and not self.core.is_idle:
             assert self.core.fork().schedule(now) is None, "a row that waits for no command"
         result = None if plan is None else self.runner.run(plan, NoMark())
         for command in late:

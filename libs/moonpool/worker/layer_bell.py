@@ -26,6 +26,10 @@ class LayerBell:
         self._page = kernels.control_page(memory.control_page)
         self._on_layers = on_layers
 
+    def begun_step(self) -> int:
+        """The last step that the engine has begun to write; 0 before the first."""
+        return self._page.progress().step
+
     @property
     def step_age_ms(self) -> int:
         """How long the running step takes by now; 0 when none runs."""

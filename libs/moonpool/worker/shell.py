@@ -32,6 +32,7 @@ from moonpool.core.protocol import (
     Drain,
     HandedBack,
     Prefill,
+    PrefillFailed,
     Refused,
     Release,
     TokensReady,
@@ -123,7 +124,11 @@ class WorkerShell:
         )
         self._bell = LayerBell(memory=memory, kernels=kernels, on_layers=self._on_layers)
         self.sessions = RouterSessions(load=self.load, handle=self._driver.handle, clock=clock)
-        self.streams = HandoffStreams(leaf_digests=memory.leaf_digests, first_layer=first_layer)
+        self.streams = HandoffStreams(
+            leaf_digests=memory.leaf_digests,
+            first_layer=first_layer,
+            page_step=self._bell.begun_step,
+        )
         self._sources = SourceStreams(
             peers=peers, book=self._book, rpc_key=rpc_key, handle=self._driver.handle
         )
@@ -224,6 +229,10 @@ class WorkerShell:
         self._driver.handle(
             CoreFrameReceived(step=frame.step, replies=frame.replies, ledger=frame.ledger)
         )
+        for reply in frame.replies:
+            if isinstance(reply, PrefillFailed):
+                self._book.end(reply.attempt_id)
+        self.streams.frame_received(frame.step)
         self.sessions.load_changed()
         self._frame_seen.set()
         self._observe(timed)
@@ -303,5 +312,6 @@ class WorkerShell:
             case HandedBack(reason=back):
                 self._metrics.count(names.HANDED_BACK, reason=back.value)
                 log.info("worker.handed_back", attempt=str(message.attempt_id), why=back.value)
-            case TokensReady():
-                pass
+            case TokensReady(run=run):
+                if not is_prefill_side:
+                    self._failpoints.hit("decode.after_token", run.end_position - 1)
