@@ -7,8 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -255,7 +255,7 @@ def test_keepalive_notices_silence_within_five_seconds_and_is_tolerated() -> Non
     assert server["grpc.keepalive_permit_without_calls"] == 1
 
 
-_FROZEN_SERVER = """
+_SERVER = """
 import asyncio
 from moonpool.api.v1 import worker_pb2, worker_pb2_grpc
 from moonpool.rpc.server import RpcServer
@@ -275,14 +275,21 @@ asyncio.run(main())
 """
 
 
-async def test_a_peer_that_freezes_is_dead_after_five_seconds() -> None:
-    # Its kernel goes on acknowledging: only an unanswered ping tells.
-    peer = subprocess.Popen(
-        [sys.executable, "-c", _FROZEN_SERVER], stdout=subprocess.PIPE, text=True
-    )
+@contextmanager
+def other_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    peer = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
     try:
         assert peer.stdout is not None
-        address = f"127.0.0.1:{int(peer.stdout.readline())}"
+        yield peer, f"127.0.0.1:{int(peer.stdout.readline())}"
+    finally:
+        peer.kill()
+        peer.communicate()
+
+
+async def test_a_peer_that_freezes_is_dead_after_five_seconds() -> None:
+    # Its kernel goes on acknowledging: only an unanswered ping tells.
+    with other_process() as (peer, address):
         async with open_channel(address) as channel, asyncio.timeout(20):
             stream = worker_pb2_grpc.WorkerStub(channel).Session()
             await stream.write(worker_pb2.RouterMessage(ping=worker_pb2.Ping()))
@@ -293,6 +300,3 @@ async def test_a_peer_that_freezes_is_dead_after_five_seconds() -> None:
                 async for _ in replies(stream, worker_pb2.WorkerMessage, peer="w"):
                     pass
             assert asyncio.get_running_loop().time() - frozen_at < 7.0
-    finally:
-        peer.kill()
-        peer.communicate()
