@@ -31,6 +31,7 @@ from typing import Final
 
 from moonpool.core.attempt_log import AttemptLog
 from moonpool.core.config import CoreConfig
+from moonpool.core.frame_builder import FrameBuilder
 from moonpool.core.plan_builder import build_plan
 from moonpool.core.protocol import (
     Abort,
@@ -54,12 +55,11 @@ from moonpool.core.protocol import (
     Refused,
     RefuseReason,
     Release,
-    Reply,
     Reserved,
     Revoked,
     TokensReady,
 )
-from moonpool.core.step import StepPlan, StepResult, StepTiming
+from moonpool.core.step import StepPlan, StepResult
 from moonpool.ids import AttemptId, BlockId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
@@ -101,13 +101,7 @@ class Core:
         self._step = 0
         #: The rows of the plan whose result is due; empty: none.
         self._rows_in_flight: list[ScheduledRow] = []
-
-        # What the next frame takes along.
-        self._replies: list[Reply] = []
-        self._planned_step = 0
-        self._num_preemptions = 0
-        self._timing = StepTiming()
-        self._num_step_tokens = 0
+        self._frame = FrameBuilder()
 
     # -- the step loop's interface --
 
@@ -146,7 +140,7 @@ class Core:
         plan: StepPlan | None = None
         if out.rows:
             self._step += 1
-            self._planned_step = self._step
+            self._frame.on_planned(self._step)
             self._rows_in_flight = out.rows
             plan = build_plan(self._step, out.rows)
         self._check()
@@ -172,31 +166,12 @@ class Core:
             drawn = next(tokens) if row.is_sampling else None
             if row.state.status is RequestStatus.RUNNING:
                 self._on_row_computed(row, drawn)
-        self._timing = result.timing
-        self._num_step_tokens = sum(row.num_scheduled_tokens for row in rows)
+        self._frame.on_result(result.timing, sum(row.num_scheduled_tokens for row in rows))
         self._check()
 
     def take_frame(self) -> CoreFrame:
         """What has happened since the last frame, and which plan runs after this one."""
-        timing = self._timing
-        frame = CoreFrame(
-            step=self._planned_step,
-            replies=tuple(self._replies),
-            ledger=self.ledger(),
-            num_queued_tokens=self._scheduler.num_queued_tokens,
-            num_preemptions=self._num_preemptions,
-            forward_s=timing.forward_s,
-            logits_s=timing.logits_s,
-            sample_s=timing.sample_s,
-            other_s=timing.other_s,
-            num_step_tokens=self._num_step_tokens,
-        )
-        self._replies.clear()
-        self._planned_step = 0
-        self._num_preemptions = 0
-        self._timing = StepTiming()
-        self._num_step_tokens = 0
-        return frame
+        return self._frame.take(self.ledger(), self._scheduler.num_queued_tokens)
 
     @property
     def is_idle(self) -> bool:
@@ -227,7 +202,7 @@ class Core:
                 state = self._make_state(command.request, command.attempt, Role.PREFILL)
                 reason = self._enqueue(state)
             if reason is not None:
-                self._replies.append(Refused(attempt_id=command.attempt_id, reason=reason))
+                self._frame.tell(Refused(attempt_id=command.attempt_id, reason=reason))
 
     def _on_decode(self, command: Decode, now: float) -> None:
         if self._is_new(Role.DECODE, command.attempt_id, now):
@@ -239,7 +214,7 @@ class Core:
                 reason = self._reserve(state) if command.has_source else self._enqueue(state)
                 self._on_revoked(self._scheduler.revoke_for_slot(state.order))
             if reason is not None:
-                self._replies.append(Refused(attempt_id=command.attempt_id, reason=reason))
+                self._frame.tell(Refused(attempt_id=command.attempt_id, reason=reason))
 
     def _on_blocks_arrived(self, command: BlocksArrived) -> None:
         state = self._find_reserved(command.attempt_id)
@@ -349,7 +324,7 @@ class Core:
             return RefuseReason.NO_BLOCKS
         self._scheduler.enqueue(state)
         self._register(state)
-        self._replies.append(Accepted(attempt_id=state.attempt_id))
+        self._frame.tell(Accepted(attempt_id=state.attempt_id))
         return None
 
     def _reserve(self, state: RequestState) -> RefuseReason | None:
@@ -360,7 +335,7 @@ class Core:
             if not self._scheduler.reserve(state):
                 return RefuseReason.NO_BLOCKS
         self._register(state)
-        self._replies.append(
+        self._frame.tell(
             Reserved(
                 attempt_id=state.attempt_id,
                 num_cached_tokens=state.num_computed_tokens,
@@ -384,12 +359,12 @@ class Core:
     def _report(self, out: SchedulerOutput) -> None:
         """Tell what the scheduler decided; attempts that it ended are forgotten."""
         self._on_revoked(out.revoked)
-        self._num_preemptions += len(out.preempted)
+        self._frame.on_preempted(len(out.preempted))
         for state in out.handed_back:
             self._hand_back(state, HandBackReason.PREEMPTED)
         for state in out.started:
             if state.role is Role.PREFILL:
-                self._replies.append(
+                self._frame.tell(
                     PrefillStarted(
                         attempt_id=state.attempt_id,
                         num_cached_tokens=state.num_cached_tokens,
@@ -398,7 +373,7 @@ class Core:
                 )
         for row in out.rows:
             if row.state.role is Role.PREFILL:
-                self._replies.append(
+                self._frame.tell(
                     ChunkPlanned(attempt_id=row.state.attempt_id, start=row.start, end=row.end)
                 )
 
@@ -417,7 +392,7 @@ class Core:
             return
         finish_reason = state.append_token(drawn[0])
         self._scheduler.hold(state)
-        self._replies.append(
+        self._frame.tell(
             PrefillDone(
                 attempt_id=state.attempt_id,
                 num_cached_tokens=state.num_cached_tokens,
@@ -443,7 +418,7 @@ class Core:
         """The logits were not finite: the request fails, nothing of this step is cached."""
         if state.role is Role.PREFILL:
             self._end(state)
-            self._replies.append(
+            self._frame.tell(
                 PrefillFailed(attempt_id=state.attempt_id, reason=FinishReason.INVALID_OUTPUT)
             )
         else:
@@ -462,7 +437,7 @@ class Core:
         )
         num_cached_tokens = None if state.is_cached_reported else state.num_cached_tokens
         state.is_cached_reported = True
-        self._replies.append(
+        self._frame.tell(
             TokensReady(attempt_id=state.attempt_id, run=run, num_cached_tokens=num_cached_tokens)
         )
         if finish_reason is not None:
@@ -499,15 +474,15 @@ class Core:
         """`state` has ended here without an answer: its request goes back to the router."""
         self._forget(state)
         if state.role is Role.PREFILL:
-            self._replies.append(PrefillFailed(attempt_id=state.attempt_id, reason=reason))
+            self._frame.tell(PrefillFailed(attempt_id=state.attempt_id, reason=reason))
         else:
-            self._replies.append(HandedBack(attempt_id=state.attempt_id, reason=reason))
+            self._frame.tell(HandedBack(attempt_id=state.attempt_id, reason=reason))
 
     def _on_revoked(self, states: Iterable[RequestState]) -> None:
         """These reservations were taken back; their blocks stay until ReadEnded."""
         for state in states:
             self._forget(state)
-            self._replies.append(Revoked(attempt_id=state.attempt_id))
+            self._frame.tell(Revoked(attempt_id=state.attempt_id))
 
     # -- copying and checking --
 
@@ -523,11 +498,7 @@ class Core:
         other._rows_in_flight = [
             dataclasses.replace(row, state=copies[row.state]) for row in self._rows_in_flight
         ]
-        other._replies = list(self._replies)
-        other._planned_step = self._planned_step
-        other._num_preemptions = self._num_preemptions
-        other._timing = self._timing
-        other._num_step_tokens = self._num_step_tokens
+        other._frame = self._frame.fork()
         return other
 
     def key(self) -> tuple[object, ...]:
@@ -550,7 +521,7 @@ class Core:
             self._seen.key(),
             self._is_draining,
             tuple((row.state.attempt_id, row.state.role, row.end) for row in self._rows_in_flight),
-            tuple(self._replies),
+            self._frame.replies,
         )
 
     def validate(self) -> None:

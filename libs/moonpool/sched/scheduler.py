@@ -37,6 +37,7 @@ from moonpool.kv.block_cache import BlockCache
 from moonpool.sched.output import ScheduledRow, SchedulerOutput
 from moonpool.sched.request import Order, RequestState, RequestStatus, Role
 from moonpool.sched.reservations import Relief, Reservations
+from moonpool.sched.slots import Slots
 
 
 class Scheduler:
@@ -79,8 +80,7 @@ class Scheduler:
         self._held: list[RequestState] = []
         #: FINISHED while a plan that writes their blocks was under way.
         self._ending: list[RequestState] = []
-        #: Per slot of the runner: who has it.
-        self._slots: list[RequestState | None] = [None] * max_num_seqs
+        self._slots = Slots(max_num_seqs)
 
     # -- what there is --
 
@@ -186,7 +186,7 @@ class Scheduler:
         stalled = self._grow_running(out)
         self._plan_decodes(stalled, out)
         self._plan_prefills(stalled, out)
-        self._assign_slots(out)
+        self._slots.assign(row.state for row in out.rows)
         return out
 
     def complete(self, rows: list[ScheduledRow]) -> None:
@@ -209,7 +209,7 @@ class Scheduler:
     def hold(self, state: RequestState) -> None:
         """A prefill drew its token: it leaves the batch and keeps its blocks for its reader."""
         self._running.remove(state)
-        self._drop_slot(state)
+        self._slots.drop(state)
         state.status = RequestStatus.HELD
         self._held.append(state)
 
@@ -230,7 +230,7 @@ class Scheduler:
             case RequestStatus.QUARANTINED | RequestStatus.FINISHED:
                 raise AssertionError(f"{state.attempt_id} has ended before")
         state.status = RequestStatus.FINISHED
-        self._drop_slot(state)
+        self._slots.drop(state)
         if state.num_in_flight:
             self._ending.append(state)
         else:
@@ -335,7 +335,7 @@ class Scheduler:
         """Take all blocks back; full ones stay cached, so that coming back is cheap."""
         assert not state.num_in_flight, state.attempt_id
         self._running.remove(state)
-        self._drop_slot(state)
+        self._slots.drop(state)
         self._release(state)
         state.status = RequestStatus.PREEMPTED
         out.preempted.append(state)
@@ -445,28 +445,6 @@ class Scheduler:
             ScheduledRow(state=state, start=start, end=end, is_sampling=end == state.num_tokens)
         )
 
-    # -- slots --
-
-    def _assign_slots(self, out: SchedulerOutput) -> None:
-        needy = [row.state for row in out.rows if row.state.slot < 0]
-        if not needy:
-            return
-        planned = {row.state for row in out.rows}
-        spare = [slot for slot, owner in enumerate(self._slots) if owner not in planned]
-        spare.sort(key=lambda slot: self._slots[slot] is not None)
-        for state, slot in zip(needy, spare, strict=False):
-            owner = self._slots[slot]
-            if owner is not None:
-                self._drop_slot(owner)
-            self._slots[slot] = state
-            state.slot = slot
-
-    def _drop_slot(self, state: RequestState) -> None:
-        if state.slot >= 0:
-            self._slots[state.slot] = None
-            state.slot = -1
-            state.is_token_in_slot = False
-
     # -- copying and checking --
 
     def states(self) -> Iterator[RequestState]:
@@ -494,7 +472,7 @@ class Scheduler:
         other._running = [copies[state] for state in self._running]
         other._held = [copies[state] for state in self._held]
         other._ending = [copies[state] for state in self._ending]
-        other._slots = [None if state is None else copies[state] for state in self._slots]
+        other._slots = self._slots.fork(copies)
         return other, copies
 
     def validate(self) -> None:
@@ -510,11 +488,10 @@ class Scheduler:
         assert self._waiting == sorted(self._waiting, key=_order)
         assert self._running == sorted(self._running, key=_order)
         assert all(not state.block_ids for state in self._waiting), self._waiting
-        for slot, owner in enumerate(self._slots):
-            assert owner is None or (owner.slot == slot and owner in self._running), owner
+        self._slots.validate(self._running)
         num_references: Counter[BlockId] = Counter()
         for state in self.states():
-            assert state.slot < 0 or self._slots[state.slot] is state, state
+            assert state.slot < 0 or state in self._running, state
             state.validate()
             num_references.update(state.block_ids)
             for block_id in state.block_ids[state.num_final_blocks :]:
