@@ -6,7 +6,7 @@ of arms that alternate within one run, since the machine's own speed drifts. Pri
 shm     pieces       one bare memcpy of each piece, in one C loop
         loop         memcpy + XXH3-64 of each piece, in one C loop: what a verified copy costs
         shm          the product: peer.read, 8 reads at once (`alone`: one after another)
-grpc    bare         a grpc.aio stream of one constant 1 MiB message, hashed by its receiver
+grpc    bare         a grpc.aio stream of 64 ready-made 1 MiB messages, hashed by its receiver
         grpc         the product: peer.read, 8 reads at once: gathered, streamed, scattered, verified
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -37,11 +38,11 @@ from moonpool.kv.layout import KvLayout
 from moonpool.kv.region import KvRegion
 from moonpool.native.geometry import DigestArray
 from moonpool.transport.base import KvPeer, KvRead, LocalPool
-from moonpool.transport.grpc_server import MESSAGE_BYTES
 from moonpool.wire.layout import region_from_pb, region_to_pb
 from support.kv_source import block_read, make_transport, reader_pool, serve_kv
 
 BARE_METHOD = "/bench.Bare/Stream"
+BARE_BYTES = 1 << 20
 CONCURRENT = 8
 
 #: SmolLM2-135M in bfloat16: 30 layers, 12 KiB a layer and block, 360 KiB a block.
@@ -58,10 +59,10 @@ LAYOUTS = {"smollm2": SMOLLM2, "runs": RUNS}
 async def _bare(
     requests: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
 ) -> AsyncIterator[bytes]:
-    payload = os.urandom(MESSAGE_BYTES)
+    payloads = itertools.cycle([os.urandom(BARE_BYTES) for _ in range(64)])
     async for request in requests:
         for _ in range(int.from_bytes(request, "little")):
-            yield payload
+            yield next(payloads)
 
 
 async def serve(name: str) -> None:
@@ -208,7 +209,7 @@ async def measure(
         call = channel.stream_stream(BARE_METHOD)()
 
         async def bare() -> None:
-            count = -(-num_bytes // MESSAGE_BYTES)
+            count = -(-num_bytes // BARE_BYTES)
             await call.write(count.to_bytes(8, "little"))
             for _ in range(count):
                 xxhash.xxh3_64_intdigest(await call.read())

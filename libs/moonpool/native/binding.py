@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -33,12 +33,31 @@ class ResultStruct(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("status", "index", "num_bad")]
 
 
+class StreamStruct(ctypes.Structure):
+    """`mp_stream`."""
+
+    _fields_ = (
+        ("target", ctypes.c_void_p),
+        ("target_bytes", ctypes.c_int64),
+        ("spans", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("num_spans", ctypes.c_int64),
+        ("geometry", ctypes.c_void_p),
+        ("leaves", ctypes.c_void_p),
+        ("done_at", ctypes.c_void_p),
+        ("num_leaves", ctypes.c_int64),
+        ("is_bad", ctypes.c_void_p),
+    )
+
+
 class JobStruct(ctypes.Structure):
     """`mp_job` of src/copy_queue.c, its result inlined."""
 
     _fields_ = (
         ("source", ctypes.c_void_p),
         ("source_bytes", ctypes.c_int64),
+        ("stream", ctypes.c_void_p),
+        ("begin", ctypes.c_int64),
         ("target", ctypes.c_void_p),
         ("target_bytes", ctypes.c_int64),
         ("spans", ctypes.c_void_p),

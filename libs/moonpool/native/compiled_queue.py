@@ -9,7 +9,14 @@ from collections import deque
 
 import numpy as np
 
-from moonpool.native.binding import JobStruct, NativeLibrary, address_of, geometry_struct, raise_for
+from moonpool.native.binding import (
+    JobStruct,
+    NativeLibrary,
+    StreamStruct,
+    address_of,
+    geometry_struct,
+    raise_for,
+)
 from moonpool.native.geometry import (
     LEAF_CHECK_DTYPE,
     BoolArray,
@@ -17,8 +24,9 @@ from moonpool.native.geometry import (
     Int64Array,
     LeafCheckArray,
     LeafGeometry,
+    stream_starts,
 )
-from moonpool.native.kernels import CopyRoute, CopyTicket
+from moonpool.native.kernels import CopyRoute, CopyStream, CopyTicket
 
 _INT64 = np.dtype(np.int64)
 
@@ -32,7 +40,7 @@ class CompiledTicket:
         self,
         library: NativeLibrary,
         job: JobStruct,
-        is_bad: ctypes.Array[ctypes.c_uint8],
+        is_bad: ctypes.Array[ctypes.c_uint8] | None,
         kept_alive: object,
     ) -> None:
         self._library = library
@@ -45,7 +53,7 @@ class CompiledTicket:
 
     def result(self) -> BoolArray | None:
         raise_for(self.job.status, self.job.index)
-        if not self.job.num_bad:
+        if self._is_bad is None or not self.job.num_bad:
             return None
         is_bad: BoolArray = np.ctypeslib.as_array(self._is_bad).view(np.bool_)
         return is_bad
@@ -80,13 +88,13 @@ class CompiledCopyQueue:
         )
 
     def submit(self, route: CopyRoute, spans: Int64Array, checks: LeafCheckArray) -> CopyTicket:
-        if self._handle is None:
-            raise RuntimeError("the copy queue is closed")
         num_checks = len(checks)
         is_bad = (ctypes.c_uint8 * num_checks)()
         job = JobStruct(
             route.source_address,
             route.source.size,
+            None,
+            0,
             route.target_address,
             route.target.size,
             address_of(spans, _INT64),
@@ -96,9 +104,55 @@ class CompiledCopyQueue:
             num_checks,
             ctypes.addressof(is_bad),
         )
-        ticket = CompiledTicket(self._library, job, is_bad, (route, spans, checks))
+        return self._submit(CompiledTicket(self._library, job, is_bad, (route, spans, checks)))
+
+    def stream(
+        self,
+        target: ByteArray,
+        geometry: LeafGeometry,
+        spans: Int64Array,
+        checks: LeafCheckArray,
+        done_at: Int64Array,
+    ) -> CopyStream:
+        if not target.flags.writeable:
+            raise ValueError("the target is read-only")
+        starts = stream_starts(spans)
+        is_bad = np.zeros(len(checks), np.bool_)
+        handle = StreamStruct(
+            address_of(target, np.uint8),
+            target.size,
+            address_of(spans, _INT64),
+            address_of(starts, _INT64),
+            len(spans),
+            ctypes.addressof(geometry_struct(geometry)),
+            address_of(checks, LEAF_CHECK_DTYPE),
+            address_of(done_at, _INT64),
+            len(checks),
+            address_of(is_bad, np.bool_),
+        )
+        return CopyStream(
+            target=target,
+            geometry=geometry,
+            spans=spans,
+            starts=starts,
+            checks=checks,
+            done_at=done_at,
+            is_bad=is_bad,
+            handle=handle,
+        )
+
+    def feed(self, stream: CopyStream, begin: int, part: ByteArray) -> CopyTicket:
+        assert isinstance(stream.handle, StreamStruct)
+        job = JobStruct(
+            address_of(part, np.uint8), part.size, ctypes.addressof(stream.handle), begin
+        )
+        return self._submit(CompiledTicket(self._library, job, None, (stream, part)))
+
+    def _submit(self, ticket: CompiledTicket) -> CopyTicket:
+        if self._handle is None:
+            raise RuntimeError("the copy queue is closed")
         self._pending.append(ticket)
-        self._library.brief.mp_queue_submit(self._handle, ctypes.byref(job))
+        self._library.brief.mp_queue_submit(self._handle, ctypes.byref(ticket.job))
         return ticket
 
     def finished(self) -> list[CopyTicket]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
@@ -24,12 +25,14 @@ from moonpool.native.geometry import (
     LeafCheckArray,
     LeafGeometry,
     RangeError,
+    stream_starts,
 )
 from moonpool.native.kernels import (
     ControlPage,
     CopyCancelledError,
     CopyQueue,
     CopyRoute,
+    CopyStream,
     CopyTicket,
     LayerFinisher,
     Progress,
@@ -221,9 +224,52 @@ class FallbackCopyQueue:
         )
 
     def submit(self, route: CopyRoute, spans: Int64Array, checks: LeafCheckArray) -> CopyTicket:
-        future = self._executor.submit(
+        return self._submit(
             self._kernels.copy_verify, route.source, route.target, spans, route.geometry, checks
         )
+
+    def stream(
+        self,
+        target: ByteArray,
+        geometry: LeafGeometry,
+        spans: Int64Array,
+        checks: LeafCheckArray,
+        done_at: Int64Array,
+    ) -> CopyStream:
+        return CopyStream(
+            target=target,
+            geometry=geometry,
+            spans=spans,
+            starts=stream_starts(spans),
+            checks=checks,
+            done_at=done_at,
+            is_bad=np.zeros(len(checks), np.bool_),
+            handle=None,
+        )
+
+    def feed(self, stream: CopyStream, begin: int, part: ByteArray) -> CopyTicket:
+        return self._submit(self._scatter, stream, begin, part)
+
+    def _scatter(self, stream: CopyStream, begin: int, part: ByteArray) -> BoolArray:
+        end = begin + part.size
+        ends = stream.starts + stream.spans[:, 2]
+        rows = np.flatnonzero((ends > begin) & (stream.starts < end))
+        spans = stream.spans[rows]
+        skipped = np.maximum(begin - stream.starts[rows], 0)
+        beyond = np.maximum(ends[rows] - end, 0)
+        parts = np.empty_like(spans)
+        parts[:, 0] = stream.starts[rows] + skipped - begin
+        parts[:, 1] = spans[:, 1] + skipped
+        parts[:, 2] = spans[:, 2] - skipped - beyond
+        done = (stream.done_at <= end) & ((stream.done_at > begin) | (begin == 0))
+        is_bad = self._kernels.copy_verify(
+            part, stream.target, parts, stream.geometry, _last(stream.checks[done], len(parts))
+        )
+        stream.is_bad[done] = is_bad
+        return _NOTHING_BAD
+
+    def _submit(self, work: Callable[..., BoolArray], *arguments: object) -> CopyTicket:
+        future = self._executor.submit(work, *arguments)
         ticket = FallbackTicket(future)
         self._pending.append(ticket)
         future.add_done_callback(self._ring)
@@ -249,6 +295,16 @@ class FallbackCopyQueue:
         tickets: list[CopyTicket] = list(self._pending)
         self._pending.clear()
         return tickets
+
+
+_NOTHING_BAD = np.zeros(0, np.bool_)
+
+
+def _last(checks: LeafCheckArray, num_spans: int) -> LeafCheckArray:
+    """The checks, all due after the last of `num_spans`."""
+    due = checks.copy()
+    due["after_span"] = num_spans - 1
+    return due
 
 
 def _planes(pool: ByteArray, geometry: LeafGeometry, block: int, layer: int) -> list[ByteArray]:

@@ -102,6 +102,26 @@ class CopyRoute:
     geometry_address: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CopyStream:
+    """A read whose bytes come in parts: those of its spans, one after another."""
+
+    target: ByteArray
+    geometry: LeafGeometry
+    #: int64[n, 3]; the source offsets are not used.
+    spans: Int64Array
+    #: int64[n]: where in the stream each span begins.
+    starts: Int64Array
+    #: LEAF_CHECK_DTYPE[m], in order of `done_at`.
+    checks: LeafCheckArray
+    #: int64[m]: how many bytes of the stream complete each leaf.
+    done_at: Int64Array
+    #: bool[m]: True where the copy is bad, as far as parts were fed.
+    is_bad: BoolArray
+    #: The implementation's own form of the above.
+    handle: object
+
+
 class CopyQueue(Protocol):
     """Verified copies in a thread of their own, in order of submission. One caller.
 
@@ -116,6 +136,24 @@ class CopyQueue(Protocol):
 
     def submit(self, route: CopyRoute, spans: Int64Array, checks: LeafCheckArray) -> CopyTicket:
         """Queue what Kernels.copy_verify does."""
+        ...
+
+    def stream(
+        self,
+        target: ByteArray,
+        geometry: LeafGeometry,
+        spans: Int64Array,
+        checks: LeafCheckArray,
+        done_at: Int64Array,
+    ) -> CopyStream:
+        """Prepare a stream; `checks` are in order of `done_at`."""
+        ...
+
+    def feed(self, stream: CopyStream, begin: int, part: ByteArray) -> CopyTicket:
+        """Queue the scatter of bytes [begin, begin + len(part)); parts are fed in order.
+
+        The ticket's result is None; what is bad stands in `stream.is_bad`.
+        """
         ...
 
     def finished(self) -> list[CopyTicket]:

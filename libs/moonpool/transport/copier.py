@@ -17,6 +17,7 @@ from moonpool.native import (
     CopyCancelledError,
     CopyQueue,
     CopyRoute,
+    CopyStream,
     CopyTicket,
     Kernels,
     LeafCheckArray,
@@ -104,7 +105,7 @@ class Copier:
         self._loop.add_reader(self._queue.fileno(), self._on_ready)
 
     def route(self, source: ByteArray, target: LocalPool) -> CopyRoute:
-        """From a peer's map, or the bytes of a message, into our pool; keeps `source` alive."""
+        """From a peer's map into our pool; keeps both alive."""
         return self._queue.route(source, target.bytes, target.geometry)
 
     def submit(
@@ -120,7 +121,26 @@ class Copier:
             spans: int64[n, 3]; `checks` are in order of `after_span`.
             on_finished: Called on the loop when the job is over.
         """
-        job = CopyJob(self._loop, self._queue.submit(route, spans, checks), on_finished)
+        return self._job(self._queue.submit(route, spans, checks), on_finished)
+
+    def stream(
+        self, target: LocalPool, spans: Int64Array, checks: LeafCheckArray, done_at: Int64Array
+    ) -> CopyStream:
+        """A read whose bytes will be fed in parts; `checks` are in order of `done_at`."""
+        return self._queue.stream(target.bytes, target.geometry, spans, checks, done_at)
+
+    def feed(
+        self,
+        stream: CopyStream,
+        begin: int,
+        part: ByteArray,
+        on_finished: Callable[[CopyJob], None],
+    ) -> CopyJob:
+        """Queue the stream's bytes [begin, begin + len(part)); parts are fed in order."""
+        return self._job(self._queue.feed(stream, begin, part), on_finished)
+
+    def _job(self, ticket: CopyTicket, on_finished: Callable[[CopyJob], None] | None) -> CopyJob:
+        job = CopyJob(self._loop, ticket, on_finished)
         self._jobs.append(job)
         return job
 

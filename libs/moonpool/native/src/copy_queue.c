@@ -22,6 +22,8 @@ enum { QUEUED = 0, RUNNING = 1, CANCELLED = 2 };
 typedef struct mp_job {
     const uint8_t *source;
     int64_t source_bytes;
+    const mp_stream *stream; /* if set, `source` is the stream's bytes from `begin` on */
+    int64_t begin;
     uint8_t *target;
     int64_t target_bytes;
     const int64_t *spans;
@@ -52,6 +54,10 @@ static void run_job(mp_job *job)
     int64_t expected = QUEUED;
     if (!atomic_compare_exchange_strong(&job->state, &expected, RUNNING)) {
         job->result = (mp_result){MP_CLOSED, 0, 0};
+        return;
+    }
+    if (job->stream != NULL) {
+        mp_scatter_verify(job->stream, job->source, job->source_bytes, job->begin, &job->result);
         return;
     }
     mp_copy_verify(job->source, job->source_bytes, job->target, job->target_bytes, job->spans,

@@ -24,15 +24,10 @@ int mp_geometry_is_valid(const mp_geometry *g)
     return !__builtin_add_overflow(end, g->plane_bytes, &end) && end <= g->region_bytes;
 }
 
-static inline int64_t leaf_offset(const mp_geometry *g, int64_t block, int64_t layer)
-{
-    return g->first_byte + block * g->block_stride + layer * g->layer_stride;
-}
-
 static inline uint64_t digest_of(const uint8_t *pool, const mp_geometry *g, int64_t block,
                                  int64_t layer)
 {
-    return mp_leaf_digest(pool + leaf_offset(g, block, layer), g->plane_bytes, g->plane_stride,
+    return mp_leaf_digest(pool + mp_leaf_offset(g, block, layer), g->plane_bytes, g->plane_stride,
                           g->num_planes);
 }
 
@@ -82,7 +77,7 @@ MP_EXPORT void mp_zero_tails(uint8_t *pool, const mp_geometry *g, const int32_t 
     for (int64_t i = 0; i < count; i++) {
         const int64_t used = tails[2 * i + 1] * g->token_bytes;
         for (int64_t plane = 0; plane < g->num_planes; plane++) {
-            uint8_t *at = pool + leaf_offset(g, tails[2 * i], layer) + plane * g->plane_stride;
+            uint8_t *at = pool + mp_leaf_offset(g, tails[2 * i], layer) + plane * g->plane_stride;
             for (int64_t head = 0; head < g->plane_bytes; head += head_bytes)
                 memset(at + head + used, 0, (size_t)(head_bytes - used));
         }
@@ -165,7 +160,7 @@ void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8_t *target
         const int64_t length = i < 0 ? 0 : spans[3 * i + 2];
         int64_t done = 0;
         while (leaf < num_leaves && (num_spans == 0 || leaves[leaf].after_span == i)) {
-            const int64_t leaf_end = leaf_offset(g, leaves[leaf].block, leaves[leaf].layer) +
+            const int64_t leaf_end = mp_leaf_offset(g, leaves[leaf].block, leaves[leaf].layer) +
                                      (g->num_planes - 1) * g->plane_stride + g->plane_bytes;
             const int64_t upto = leaf_end - to < length ? leaf_end - to : length;
             if (upto > done) {

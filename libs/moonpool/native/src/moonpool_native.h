@@ -22,7 +22,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/library.py has the same number. */
-#define MP_ABI_VERSION 2
+#define MP_ABI_VERSION 3
 
 enum {
     MP_OK = 0,
@@ -69,6 +69,11 @@ typedef struct {
 typedef uint64_t (*mp_leaf_digest_fn)(const uint8_t *first_plane, int64_t plane_bytes,
                                       int64_t plane_stride, int64_t num_planes);
 
+static inline int64_t mp_leaf_offset(const mp_geometry *g, int64_t block, int64_t layer)
+{
+    return g->first_byte + block * g->block_stride + layer * g->layer_stride;
+}
+
 /* The variant that suits this machine, chosen when the library is loaded. */
 extern mp_leaf_digest_fn mp_leaf_digest;
 
@@ -79,6 +84,23 @@ MP_EXPORT void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8
                     int64_t target_bytes, const int64_t *spans, int64_t num_spans,
                     const mp_geometry *geometry, const mp_leaf *leaves, int64_t num_leaves,
                     uint8_t *is_bad, mp_result *result);
+
+/* What a read whose bytes come as a stream is made of; see scatter.c. */
+typedef struct {
+    uint8_t *target;
+    int64_t target_bytes;
+    const int64_t *spans; /* int64[num_spans, 3]; the source offsets are not used */
+    const int64_t *starts; /* where in the stream each span begins */
+    int64_t num_spans;
+    const mp_geometry *geometry;
+    const mp_leaf *leaves; /* in order of done_at; after_span is not used */
+    const int64_t *done_at; /* how much of the stream must have come before each may be checked */
+    int64_t num_leaves;
+    uint8_t *is_bad;
+} mp_stream;
+
+void mp_scatter_verify(const mp_stream *stream, const uint8_t *source, int64_t source_bytes,
+                       int64_t begin, mp_result *result);
 
 MP_EXPORT void mp_publish(void *page, uint64_t step, uint32_t layers_done);
 MP_EXPORT int64_t mp_ring(int32_t eventfd);
