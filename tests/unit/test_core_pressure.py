@@ -228,10 +228,17 @@ def test_two_requests_that_cross_on_pools_of_one_request_both_end() -> None:
         target = 0 if tracked.request.request_id == "old" else 1
         return target, 1 - target
 
-    # Each reserves on one worker before the other's prefill comes there.
-    for tracked in cluster.requests.values():
-        cluster.place(tracked, *route(tracked))
+    # Each has reserved on one worker when the other's prefill comes there.
+    first, second = cluster.requests.values()
+    cluster.place(second, *route(second))
+    cluster.step(1)
+    cluster.place(first, *route(first))
+    cluster.step(0)
+    assert [worker.core.ledger().num_reserved for worker in cluster.workers] == [1, 1]
     cluster.settle(route)
+    # The older has got its way at once.
+    assert first.attempt == 1
+    assert second.attempt > 1
     for request in requests:
         assert (
             cluster.requests[request.request_id].answer
