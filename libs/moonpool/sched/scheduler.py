@@ -6,14 +6,14 @@ of prefills under one token budget; a prefill that reaches its end draws its tok
 Rules
 - The oldest goes first (`request.age`), and always advances: blocks go from younger reservations,
   then from younger running decodes, to older growth; from younger reservations to older prefills and
-  reservations; never the other way.
+  reservations; never the other way. So do places in the batch, to older decodes.
 - Nobody waits while holding blocks, and whoever runs holds blocks for all that is known of it. Only
   growth waits while holding: for reads of ended attempts, which end by themselves.
 - Acceptance is honest: need + what older queued requests were promised + the growth expected of what
   runs must be available.
 - A chunk ends on a block edge, except at the end of what is known.
 - Decodes go before prefills, but for one row and one block of tokens that the oldest request gets
-  when it is a prefill.
+  when it is a prefill; at least one decode takes part all the same.
 
 schedule():
     1. running requests grow, oldest first; who finds no block revokes, preempts, waits or gives way
