@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+
 from support.tiny_llama import LLAMA3_ROPE, TinyLlama
 
 HERE = Path(__file__).parent

@@ -12,10 +12,10 @@ import time
 
 from oracle import cases
 from oracle.cases import Comparison, OracleModel
-from support.engine import generate, make_core, make_requests, make_runner
 
 from moonpool.core.step import Runner
 from moonpool.hub import resolve
+from support.engine import generate, make_core, make_requests, make_runner
 
 _NUM_BLOCKS = 1024
 _MAX_EXCUSED_SHARE = 1 / 24

@@ -1,8 +1,8 @@
 """Makes the oracle's files with transformers. Run by hand, when a case is added:
 
-    pip install -e '.[dev,oracle]'
-    moonpool pull smollm2-135m
-    PYTHONPATH=tests python -m oracle.generate
+pip install -e '.[dev,oracle]'
+moonpool pull smollm2-135m
+PYTHONPATH=tests python -m oracle.generate
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 import torch
 import transformers
-from moonpool.hub import ModelDir, resolve
 from oracle import cases
 from oracle.cases import OracleCase, OracleFile, OracleModel
+from tokenizers import Tokenizer
+
+from moonpool.hub import ModelDir, resolve
 from support.engine import open_tiny
 from support.tiny_llama import write_tiny_llama
-from tokenizers import Tokenizer
 
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
 

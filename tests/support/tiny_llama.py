@@ -69,7 +69,7 @@ def write_tiny_llama(path: Path, model: TinyLlama | None = None) -> Path:
         "chat_template": CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    (path / "tokenizer.json").write_text(_tokenizer(model.vocab_size).to_str())
+    (path / "tokenizer.json").write_text(make_tokenizer(model.vocab_size).to_str())
     _save(path, _weights(model), model.num_shards)
     return path
 
@@ -157,7 +157,7 @@ def _save(path: Path, weights: dict[str, npt.NDArray[np.float32]], num_shards: i
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _tokenizer(vocab_size: int) -> Tokenizer:
+def make_tokenizer(vocab_size: int) -> Tokenizer:
     """Three special tokens, the 256 bytes, and common pairs up to the vocabulary's size."""
     vocab = {text: token_id for token_id, text in enumerate(SPECIAL_TOKENS)}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):

@@ -81,9 +81,7 @@ def test_top_p_looks_beyond_its_first_candidates() -> None:
 
 def test_ties_at_the_edge_of_top_k_go_to_the_lower_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]])
-    drawn = {
-        sample(logits, [spec(p, seed=1, top_k=2, temperature=5.0)])[0] for p in range(200)
-    }
+    drawn = {sample(logits, [spec(p, seed=1, top_k=2, temperature=5.0)])[0] for p in range(200)}
     assert drawn == {0, 1}
 
 

@@ -1,0 +1,197 @@
+"""resolve: names, directories and GGUF files; what is missing is said with the fix."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import load_file
+
+from moonpool.errors import ModelError
+from moonpool.hub import resolve
+from moonpool.hub.manifest import MANIFEST_NAME
+from moonpool.hub.tokenizer import Tokenizer
+from support.tiny_llama import TinyLlama, write_tiny_llama
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_tiny_llama(tmp_path / "tiny", TinyLlama())
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def test_a_directory(tiny: Path, home: Path) -> None:
+    found = resolve(str(tiny), data_dir=home)
+    assert (found.name, found.path) == ("tiny", tiny)
+    assert found.weight_files == (tiny / "model.safetensors",)
+
+
+def test_shards_through_their_index(tmp_path: Path, home: Path) -> None:
+    path = write_tiny_llama(tmp_path / "sharded", TinyLlama(num_shards=3))
+    assert len(resolve(str(path), data_dir=home).weight_files) == 3
+    (path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00003.safetensors is missing"):
+        resolve(str(path), data_dir=home)
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place(tiny: Path, home: Path) -> None:
+    first = resolve(str(tiny), data_dir=home).fingerprint
+    copy = tiny.parent / "copy"
+    shutil.copytree(tiny, copy)
+    assert resolve(str(copy), data_dir=home).fingerprint == first
+    write_tiny_llama(tiny, TinyLlama(seed=9))
+    assert resolve(str(tiny), data_dir=home).fingerprint != first
+
+
+def test_hashes_are_read_once(tiny: Path, home: Path) -> None:
+    first = resolve(str(tiny), data_dir=home)
+    # Unreadable weights of the same size and time: only a remembered hash can still answer.
+    weights = tiny / "model.safetensors"
+    status = weights.stat()
+    weights.write_bytes(bytes(status.st_size))
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert resolve(str(tiny), data_dir=home).fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("config.json", "config.json is missing: not a Hugging Face model directory"),
+        ("tokenizer.json", "tokenizer.json is missing"),
+        ("model.safetensors", "has neither model.safetensors nor model.safetensors.index.json"),
+    ],
+)
+def test_a_missing_file(tiny: Path, home: Path, name: str, words: str) -> None:
+    (tiny / name).unlink()
+    with pytest.raises(ModelError, match=words):
+        resolve(str(tiny), data_dir=home)
+
+
+def test_a_pickle_is_not_read(tiny: Path, home: Path) -> None:
+    (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model.bin is a pickle, which is never read"):
+        resolve(str(tiny), data_dir=home)
+
+
+def test_unknown_and_not_yet_pulled_names(home: Path) -> None:
+    with pytest.raises(ModelError, match=r"'nothing' was not found.*smollm2-135m"):
+        resolve("nothing", data_dir=home)
+    with pytest.raises(ModelError, match="run `moonpool pull smollm2-135m`"):
+        resolve("smollm2-135m", data_dir=home)
+
+
+def write_gguf(path: Path, source: Path, model: TinyLlama, quantized: bool = False) -> None:
+    """The tiny model as llama.cpp would store it: its names, and q and k permuted."""
+    weights = load_file(source / "model.safetensors")
+    tokenizer = Tokenizer.load(source)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(model.num_layers)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_context_length(model.max_positions)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    vocab = _vocabulary(source)
+    writer.add_token_list(vocab)
+    writer.add_token_types([3, 3, 3] + [1] * (len(vocab) - 3))
+    writer.add_token_merges([f"{token[0]} {token[1]}" for token in vocab[259:]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages }}")
+    assert len(vocab) == tokenizer.vocab_size == model.vocab_size
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    for name, value in weights.items():
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            index, _, leaf = stem.removeprefix("model.layers.").partition(".")
+            target = f"blk.{index}.{names[leaf]}.weight"
+        else:
+            target = f"{names[stem]}.weight"
+        for part, heads in (("q_proj", model.num_heads), ("k_proj", model.num_kv_heads)):
+            if part in name:
+                halves = value.reshape(heads, 2, -1, value.shape[1])
+                value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
+        if quantized and value.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            packed = gguf.quants.quantize(value, kind)
+            writer.add_tensor(target, packed, raw_dtype=kind)
+        else:
+            writer.add_tensor(target, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _vocabulary(source: Path) -> list[str]:
+    vocab = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab()
+    return sorted(vocab, key=vocab.__getitem__)
+
+
+def test_a_gguf_is_converted_once_into_the_same_model(tiny: Path, home: Path) -> None:
+    source = tiny.parent / "tiny.gguf"
+    write_gguf(source, tiny, TinyLlama())
+    found = resolve(str(source), data_dir=home)
+    assert found.name == "tiny"
+    original = load_file(tiny / "model.safetensors")
+    converted = load_file(found.path / "model.safetensors")
+    assert original.keys() == converted.keys()
+    assert all((original[name] == converted[name]).all() for name in original)
+    text = "What's 1,234 + 5? ünïcödé"
+    expected = Tokenizer.load(tiny).encode(text)
+    assert Tokenizer.load(found.path).encode(text) == expected
+    written = (found.path / "model.safetensors").stat().st_mtime_ns
+    assert resolve(str(source), data_dir=home) == found
+    assert (found.path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_quantised_gguf_gives_its_dequantised_values(tiny: Path, home: Path) -> None:
+    source = tiny.parent / "tiny.gguf"
+    write_gguf(source, tiny, TinyLlama(), quantized=True)
+    converted = load_file(resolve(str(source), data_dir=home).path / "model.safetensors")
+    original = load_file(tiny / "model.safetensors")
+    for name, value in original.items():
+        assert abs(value - converted[name]).max() <= abs(value).max() / 127
+
+
+def test_a_conversion_that_was_cut_off_is_made_again(tiny: Path, home: Path) -> None:
+    source = tiny.parent / "tiny.gguf"
+    write_gguf(source, tiny, TinyLlama())
+    path = resolve(str(source), data_dir=home).path
+    expected = (path / "model.safetensors").read_bytes()
+    (path / MANIFEST_NAME).unlink()
+    (path / "model.safetensors").write_bytes(b"half")
+    assert (resolve(str(source), data_dir=home).path / "model.safetensors").read_bytes() == expected
+
+
+def test_a_damaged_gguf(tiny: Path, home: Path) -> None:
+    source = tiny.parent / "bad.gguf"
+    source.write_bytes(b"GGUF but no more")
+    with pytest.raises(ModelError, match=r"bad.gguf is not a readable GGUF file"):
+        resolve(str(source), data_dir=home)

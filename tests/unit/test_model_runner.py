@@ -1,0 +1,188 @@
+"""ModelRunner: what it promises beyond the right tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moonpool.core.step import SampleSpec, StepPlan, StepRow
+from moonpool.engine.kv_pool import KvPool
+from moonpool.engine.runner import ModelRunner, load_runner
+from moonpool.hub.model_dir import ModelDir
+from moonpool.inference.sampling import SamplingParams
+from moonpool.kv.layout import KvLayout
+from support.engine import NoMark, open_tiny
+from support.tiny_llama import TinyLlama, write_tiny_llama
+
+NUM_BLOCKS = 32
+GREEDY = SampleSpec(sampling=SamplingParams(temperature=0.0), position=0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> ModelDir:
+    path: Path = tmp_path_factory.mktemp("runner") / "tiny"
+    return open_tiny(write_tiny_llama(path, TinyLlama()))
+
+
+class Engine:
+    """A runner and the pool it writes."""
+
+    def __init__(self, model_dir: ModelDir, dtype: str = "float32") -> None:
+        self.layout: KvLayout = model_dir.config.kv_layout(NUM_BLOCKS, dtype)
+        self.buffer = bytearray(self.layout.pool_bytes)
+        self.pool = KvPool(self.buffer, self.layout)
+        self.runner: ModelRunner = load_runner(
+            model_dir, self.buffer, self.layout, dtype=dtype, max_num_seqs=4
+        )
+
+    def run(self, *rows: StepRow, zero_tails=(), mark=None):
+        plan = StepPlan(
+            step=1,
+            rows=rows,
+            leaf_block_ids=np.empty(0, np.int32),
+            zero_tails=np.array(zero_tails, np.int32).reshape(-1, 2),
+        )
+        return self.runner.run(plan, mark or NoMark())
+
+    def block(self, layer: int, block: int) -> torch.Tensor:
+        """[2, kv_heads, tokens, dim]"""
+        return self.pool.read(layer, self.pool.head_index(np.array([[block]])), 1)[:, 0]
+
+
+def make_row(token_ids, blocks, *, slot=0, start=0, sample=GREEDY) -> StepRow:
+    return StepRow(
+        slot=slot,
+        start=start,
+        num_tokens=len(token_ids) or 1,
+        token_ids=np.array(token_ids, np.int32),
+        block_tables=(np.array(blocks, np.int32),),
+        sample=sample,
+    )
+
+
+def test_an_empty_row_continues_from_its_slot(model_dir: ModelDir) -> None:
+    engine = Engine(model_dir)
+    first = engine.run(make_row([5, 6, 7], [3], slot=2)).tokens[0]
+    by_slot = engine.run(make_row([], [3], slot=2, start=3)).tokens
+    by_value = Engine(model_dir)
+    by_value.run(make_row([5, 6, 7], [3]))
+    assert by_slot == by_value.run(make_row(list(first), [3], start=3)).tokens
+
+
+def test_tokens_come_for_sampling_rows_in_row_order(model_dir: ModelDir) -> None:
+    chunk, single, long = list(range(10, 30)), [9], list(range(40, 57))
+    alone = [
+        Engine(model_dir).run(make_row(ids, blocks)).tokens[0]
+        for ids, blocks in ((chunk, [1, 2]), (single, [3]), (long, [4, 5]))
+    ]
+    engine = Engine(model_dir)
+    result = engine.run(
+        make_row(chunk, [1, 2], slot=0),
+        make_row(list(range(60, 76)), [6], slot=3, sample=None),
+        make_row(single, [3], slot=1),
+        make_row(long, [4, 5], slot=2),
+    )
+    assert list(result.tokens) == alone
+    assert result.step == 1
+
+
+def test_marks_every_layer_once_when_its_kv_lies_there(model_dir: ModelDir) -> None:
+    engine = Engine(model_dir)
+    seen = []
+
+    class Mark:
+        def layer_done(self, layer: int) -> None:
+            written = [bool(engine.block(i, 4).abs().sum() > 0) for i in range(3)]
+            seen.append((layer, written))
+
+    engine.run(make_row([8, 9], [4], sample=None), mark=Mark())
+    assert seen == [
+        (0, [True, False, False]),
+        (1, [True, True, False]),
+        (2, [True, True, True]),
+    ]
+
+
+def test_tails_are_zero_when_the_layer_is_marked(model_dir: ModelDir) -> None:
+    engine = Engine(model_dir)
+    engine.buffer[:] = b"\x3f" * len(engine.buffer)
+    tails = []
+
+    class Mark:
+        def layer_done(self, layer: int) -> None:
+            tails.append(float(engine.block(layer, 7)[:, :, 2:].abs().sum()))
+
+    engine.run(make_row(list(range(9, 27)), [6, 7]), zero_tails=[(7, 2)], mark=Mark())
+    assert tails == [0.0, 0.0, 0.0]
+    assert bool((engine.block(0, 7)[:, :, :2].abs().sum() > 0).all())
+    assert bool((engine.block(0, 6).abs().sum(-1) > 0).all())
+
+
+def test_chunk_ends_off_block_edges_give_the_same_kv_and_token(model_dir: ModelDir) -> None:
+    ids = list(range(20, 61))
+    whole, parts = Engine(model_dir), Engine(model_dir)
+    expected = whole.run(make_row(ids, [1, 2, 3])).tokens
+    parts.run(make_row(ids[:7], [1], sample=None))
+    parts.run(make_row(ids[7:33], [1, 2, 3], start=7, sample=None))
+    assert parts.run(make_row(ids[33:], [1, 2, 3], start=33)).tokens == expected
+    for layer in range(3):
+        for block in (1, 2, 3):
+            torch.testing.assert_close(
+                parts.block(layer, block), whole.block(layer, block), atol=1e-5, rtol=1e-5
+            )
+
+
+def test_a_row_that_is_not_finite_fails_alone(model_dir: ModelDir) -> None:
+    engine = Engine(model_dir)
+    good = engine.run(make_row([5, 6], [1], slot=0)).tokens[0]
+    engine.run(make_row(list(range(4, 20)), [2], slot=1, sample=None))
+    poison = np.frombuffer(engine.buffer, np.float32).reshape(NUM_BLOCKS, -1)
+    poison[2] = np.nan
+    result = engine.run(make_row([5, 6], [1], slot=0), make_row([7], [2, 3], slot=1, start=16))
+    assert result.tokens == (good, ())
+
+
+def test_a_copied_block_continues_like_its_source(model_dir: ModelDir) -> None:
+    engine = Engine(model_dir)
+    engine.run(make_row([5, 6, 7], [1], sample=None))
+    engine.runner.copy_block(1, 9)
+    tokens = [engine.run(make_row([8], [block], start=3)).tokens for block in (1, 9)]
+    assert tokens[0] == tokens[1]
+
+
+def test_bfloat16_stores_half_the_bytes_and_stays_close(model_dir: ModelDir) -> None:
+    engine, exact = Engine(model_dir, "bfloat16"), Engine(model_dir)
+    assert 2 * len(engine.buffer) == len(exact.buffer)
+    for one in (engine, exact):
+        one.run(make_row(list(range(5, 25)), [1, 2], sample=None))
+    torch.testing.assert_close(engine.block(0, 1).float(), exact.block(0, 1), atol=0.1, rtol=0.05)
+
+
+def test_bfloat16_kv_read_back_equals_kv_just_computed(model_dir: ModelDir) -> None:
+    """A key has one value: chunked and whole prefill differ by rounding of float32 only."""
+    ids = list(range(20, 60))
+    whole, parts = Engine(model_dir, "bfloat16"), Engine(model_dir, "bfloat16")
+    whole.run(make_row(ids, [1, 2, 3], sample=None))
+    parts.run(make_row(ids[:16], [1], sample=None))
+    parts.run(make_row(ids[16:], [1, 2, 3], start=16, sample=None))
+    torch.testing.assert_close(
+        parts.block(0, 3).float(), whole.block(0, 3).float(), atol=1e-6, rtol=1e-2
+    )
+
+
+def test_timing_adds_up_to_the_step(model_dir: ModelDir) -> None:
+    timing = Engine(model_dir).run(make_row([5, 6, 7], [3])).timing
+    assert min(timing.forward_s, timing.logits_s, timing.sample_s, timing.other_s) > 0
+
+
+def test_refuses_the_layout_of_another_model(model_dir: ModelDir) -> None:
+    layout = KvLayout.block_major(
+        num_blocks=4, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
+    )
+    with pytest.raises(ValueError, match="layout has"):
+        load_runner(
+            model_dir, bytearray(layout.pool_bytes), layout, dtype="float32", max_num_seqs=1
+        )
