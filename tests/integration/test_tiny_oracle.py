@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from oracle import cases
-from support.engine import generate, make_core, make_requests, make_runner, open_tiny
-from support.tiny_llama import write_tiny_llama
 
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.layout import KvLayout
+from support.engine import generate, make_core, make_requests, make_runner, open_tiny
+from support.tiny_llama import write_tiny_llama
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=cases.NUM_TINY_TOKENS, ignore_eos=True)
 ORACLE = cases.read_oracle(cases.TINY_FILE).models

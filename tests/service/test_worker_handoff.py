@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moonpool.bus.memory import MemoryBroker
-from moonpool.core.protocol import TokensReady
-from moonpool.inference.request import InferenceRequest
-from support.fake_runner import answer_alone
+from moonpool.core.protocol import HandBackReason, HandedBack, TokensReady
+from moonpool.core.step import StepPlan
+from moonpool.handoff.messages import SourceRef
+from moonpool.ids import Incarnation, WorkerKey
+from moonpool.telemetry import names
+from moonpool.wire.spans import Span
+from support.eventually import eventually
 from support.requests import make_request
-from support.router_client import RouterClient
-from support.thread_engine import Gate, ThreadEngines, write_fake_model
-from support.workers import RunningWorker, running_worker, worker_config
+from support.thread_engine import LayerGate, ThreadEngines
+from support.worker_pair import expected_answer, fake_workers, num_bytes_read
 
-MAX_MODEL_LEN = 2048
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-
-class Pair:
-    """A prefill and a decode worker, and a router's session with each."""
-
-    def __init__(self, tmp_path: Path, stack: AsyncExitStack) -> None:
-        self._tmp_path = tmp_path
-        self._stack = stack
-        self._model = write_fake_model(tmp_path / "model")
-        self.broker = MemoryBroker()
-
-    async def start(
-        self, worker_id: str, role: str, *, gate: Gate | None = None, **settings: Any
-    ) -> RunningWorker:
-        config = worker_config(self._tmp_path, self._model, worker_id, role, **settings)
-        return await self._stack.enter_async_context(
-            running_worker(config, self.broker, start_engine=ThreadEngines(gate))
-        )
-
-    async def session(self, worker: RunningWorker, **options: Any) -> RouterClient:
-        return await self._stack.enter_async_context(worker.router(**options))
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    yield AsyncExitStack()
-
-
-def expected(request: InferenceRequest) -> list[int]:
-    answer, _ = answer_alone(request, max_model_len=MAX_MODEL_LEN)
-    return answer
+#: Bytes of a block of the fake model, all layers.
+BLOCK_BYTES = 1024
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
@@ -58,18 +30,188 @@ async def test_disaggregated_equals_alone(tmp_path: Path, transport: str) -> Non
         make_request(f"r{n}", prompt=length, max_tokens=12, arrival=float(n), ignore_eos=True)
         for n, length in enumerate((1, 15, 16, 17, 64, 300))
     ]
-    async with AsyncExitStack() as stack:
-        pair = Pair(tmp_path, stack)
-        prefill = await pair.start("p0", "prefill", max_num_batched_tokens=128, max_queued_steps=8)
-        decode = await pair.start("d0", "decode", transports=(transport,), is_transport_strict=True)
-        to_prefill, to_decode = await pair.session(prefill), await pair.session(decode)
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start(
+            "p0", "prefill", max_num_batched_tokens=128, max_queued_steps=8
+        )
+        decode, to_decode = await workers.start(
+            "d0", "decode", transports=(transport,), is_transport_strict=True
+        )
         for request in requests:
             to_prefill.prefill(request)
             to_decode.decode(request, source=to_prefill.source)
         for request in requests:
-            assert await to_decode.answer(request) == expected(request)
+            assert await to_decode.answer(request) == expected_answer(request)
             early = await to_prefill.until(request, TokensReady)
             assert isinstance(early, TokensReady)
-            assert list(early.run.token_ids) == expected(request)[:1]
-        await prefill.until_quiet()
-        await decode.until_quiet()
+            assert list(early.run.token_ids) == expected_answer(request)[:1]
+        assert num_bytes_read(decode, transport) == (1 + 1 + 1 + 2 + 4 + 19) * BLOCK_BYTES
+
+
+async def test_layers_are_read_while_the_next_are_computed(tmp_path: Path) -> None:
+    request = make_request(prompt=100, max_tokens=5)
+    gate = LayerGate([3])
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start("p0", "prefill", gate=gate)
+        decode, to_decode = await workers.start("d0", "decode")
+        to_prefill.prefill(request)
+        to_decode.decode(request, source=to_prefill.source)
+        # Three of four layers lie in decode's pool while the last is not computed.
+        await eventually(
+            lambda: num_bytes_read(decode) == 7 * BLOCK_BYTES * 3 / 4,
+            timeout_s=5.0,
+            what="three layers are read",
+        )
+        gate.open()
+        assert await to_decode.answer(request) == expected_answer(request)
+        assert num_bytes_read(decode) == 7 * BLOCK_BYTES
+
+
+async def test_only_what_is_lacking_is_read(tmp_path: Path) -> None:
+    first = make_request("r1", prompt=range(64), max_tokens=2)
+    longer = make_request("r2", prompt=range(100), max_tokens=3)
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start("p0", "prefill")
+        decode, to_decode = await workers.start("d0", "decode")
+        for request in (first, longer):
+            to_prefill.prefill(request)
+            to_decode.decode(request, source=to_prefill.source)
+            assert await to_decode.answer(request) == expected_answer(request)
+        # 4 blocks, then the other 3; the fourth of `first` is cached once its tokens are final.
+        assert num_bytes_read(decode) in (7 * BLOCK_BYTES, 8 * BLOCK_BYTES)
+
+
+async def test_decode_may_come_long_before_prefill(tmp_path: Path) -> None:
+    request = make_request(prompt=40, max_tokens=4)
+    async with fake_workers(tmp_path) as workers:
+        prefill, to_prefill = await workers.start("p0", "prefill")
+        _, to_decode = await workers.start("d0", "decode")
+        to_decode.decode(request, source=to_prefill.source)
+
+        async def is_parked() -> bool:
+            return (await prefill.ledger()).num_open_streams == 1
+
+        await eventually(is_parked, timeout_s=5.0, what="the Open is there")
+        to_prefill.prefill(request)
+        assert await to_decode.answer(request) == expected_answer(request)
+
+
+async def test_a_damaged_layer_is_recomputed(tmp_path: Path) -> None:
+    request = make_request(prompt=60, max_tokens=6)
+    engines: list[ThreadEngines] = []
+
+    def damage(plan: StepPlan, layer: int) -> None:
+        """After layer 1 is marked, flip a byte of it in the third block of the prompt."""
+        if layer == 2 and len(plan.rows[0].token_ids):
+            memory = engines[0].engines[0].memory
+            block = int(plan.rows[0].block_tables[0][2])
+            memory.pool.bytes[block * BLOCK_BYTES + BLOCK_BYTES // 4] ^= 1
+
+    engines.append(ThreadEngines(damage))
+    async with fake_workers(tmp_path) as workers:
+        # One announcement for all layers: the damage is done before anything is read.
+        _, to_prefill = await workers.start("p0", "prefill", engines=engines[0], layers_per_group=4)
+        decode, to_decode = await workers.start("d0", "decode")
+        to_prefill.prefill(request)
+        to_decode.decode(request, source=to_prefill.source)
+        assert await to_decode.answer(request) == expected_answer(request)
+        metrics = decode.service.metrics
+        assert metrics.value(names.KV_CHECKSUM_MISMATCH, backend="shm") == 1
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+async def test_abort_while_layers_arrive(tmp_path: Path, layer: int) -> None:
+    request = make_request(prompt=100, max_tokens=5)
+    gate = LayerGate([layer])
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start("p0", "prefill", gate=gate)
+        _, to_decode = await workers.start("d0", "decode")
+        to_prefill.prefill(request)
+        to_decode.decode(request, source=to_prefill.source)
+        await eventually(lambda: gate.is_reached, timeout_s=5.0, what="the gate is reached")
+        to_decode.abort(request)
+        to_prefill.abort(request)
+        gate.open()
+        await workers.check_quiet()
+        # The same request again, as another attempt, is served from what was cached or computed.
+        to_prefill.prefill(request, attempt=2)
+        to_decode.decode(request, attempt=2, source=to_prefill.source)
+        assert await to_decode.answer(request, attempt=2) == expected_answer(request)
+
+
+async def test_a_lost_router_takes_its_requests_along(tmp_path: Path) -> None:
+    request = make_request(prompt=100, max_tokens=500)
+    gate = LayerGate([2])
+    async with fake_workers(tmp_path) as workers:
+        prefill, _ = await workers.start("p0", "prefill", gate=gate)
+        decode, _ = await workers.start("d0", "decode")
+        async with prefill.router("other") as to_prefill, decode.router("other") as to_decode:
+            to_prefill.prefill(request)
+            to_decode.decode(request, source=to_prefill.source)
+            await eventually(lambda: gate.is_reached, timeout_s=5.0, what="the gate is reached")
+        gate.open()
+        await workers.check_quiet()
+        assert (await decode.ledger()).num_router_sessions == 1
+
+
+async def test_a_short_prompt_is_repaired_when_its_source_is_not_there(tmp_path: Path) -> None:
+    short = make_request("r1", prompt=50, max_tokens=4)
+    long = make_request("r2", prompt=200, max_tokens=4)
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start("p0", "prefill")
+        _, to_decode = await workers.start("d0", "decode", local_prefill_tokens=64)
+        source = to_prefill.source
+        ghost = SourceRef(
+            key=WorkerKey(source.key.worker_id, Incarnation("0" * 16)), address=source.address
+        )
+        nobody = SourceRef(key=source.key, address="127.0.0.1:1")
+        for attempt, missing in ((1, ghost), (2, nobody)):
+            to_decode.decode(short, attempt=attempt, source=missing)
+            assert await to_decode.answer(short, attempt=attempt) == expected_answer(short)
+        to_decode.decode(long, source=ghost)
+        back = await to_decode.until(long, HandedBack)
+        assert isinstance(back, HandedBack)
+        assert back.reason is HandBackReason.SOURCE_LOST
+
+
+async def test_the_last_report_brings_the_spans(tmp_path: Path) -> None:
+    traced = replace(make_request(prompt=100, max_tokens=5), traceparent=TRACEPARENT)
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start("p0", "prefill")
+        _, to_decode = await workers.start("d0", "decode")
+        to_prefill.prefill(traced)
+        to_decode.decode(traced, source=to_prefill.source)
+        await to_decode.answer(traced)
+        await to_prefill.until(traced, TokensReady)
+        (prefill,) = to_prefill.spans
+        transfer, decode = to_decode.spans
+    assert [prefill.name, transfer.name, decode.name] == ["prefill", "kv.transfer", "decode"]
+    for span in (prefill, transfer, decode):
+        assert span.trace_id == "0af7651916cd43dd8448eb211c80319c"
+        assert span.parent_span_id == "b7ad6b7169203331"
+        assert span.attributes[names.ATTR_REQUEST_ID] == "r1"
+    assert transfer.attributes[names.ATTR_BYTES] == 7 * BLOCK_BYTES
+    assert transfer.attributes[names.ATTR_BACKEND] == "shm"
+    assert sum(int(event.attributes["num_bytes"]) for event in transfer.events) == 7 * BLOCK_BYTES
+
+    order = [
+        moment(span, key)
+        for span, key in (
+            (prefill, "received"),
+            (prefill, "prefill_started"),
+            (prefill, "last_layer"),
+            (prefill, "first_token"),
+            (transfer, "commit_received"),
+            (transfer, "admitted"),
+            (decode, "first_step"),
+        )
+    ]
+    assert order[0] > 0
+    assert order == sorted(order)
+    assert moment(transfer, "source_first_token") == moment(prefill, "first_token")
+
+
+def moment(span: Span, name: str) -> int:
+    value = span.attributes[f"moonpool.{name}_unix_ns"]
+    assert isinstance(value, int)
+    return value

@@ -142,11 +142,11 @@ class RouterClient:
             while True:
                 for report in self.reports:
                     message = report.message
-                    if isinstance(message, kinds) and message.attempt_id == (
-                        request.request_id,
-                        attempt,
-                    ):
+                    if message.attempt_id != (request.request_id, attempt):
+                        continue
+                    if isinstance(message, kinds):
                         return message
+                    assert isinstance(message, TokensReady), message
                 await self._wait()
 
     async def answer(
