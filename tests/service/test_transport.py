@@ -327,7 +327,7 @@ async def test_a_server_sends_no_more_than_the_credit() -> None:
         spans = np.array([[10, (3 << 20) + 7]])
         await call.write(kv_read.encode(kv_read.ReadSpans(spans=spans)))
         received = [await call.read() for _ in range(2)]
-        assert [len(message) for message in received] == [1 << 20, 1 << 20]
+        assert sum(len(message) for message in received) <= opened.credit_bytes
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await call.read()

@@ -7,6 +7,9 @@ Life of a peer
 4. Any end of the stream (the peer died, refused, or we close) fails every pending read at once; the
    peer is lost, and a new connect is a new stream.
 
+Requests are merged: while LOW_WATER_BYTES are under way the source has work, so what is asked for then
+waits and is sent as one message, which costs both ends much less.
+
 A read that is cancelled or too late is abandoned: its bytes still come, in their place in the stream,
 and are thrown away. It ends only when its last copy job has.
 """
@@ -26,6 +29,7 @@ from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion
 from moonpool.native import Kernels
 from moonpool.transport.base import (
+    Int64Array,
     KvPeer,
     KvRead,
     LocalPool,
@@ -40,6 +44,9 @@ from moonpool.wire import kv_read
 #: Most bytes under way or waiting to be copied. Half of it is granted at once, since a message costs
 #: both ends more than its bytes do.
 WINDOW_BYTES = 32 << 20
+
+#: With less than this under way, the source might run out of work: ask for what waits.
+LOW_WATER_BYTES = 2 << 20
 
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 
@@ -146,11 +153,15 @@ class GrpcPeer:
         self._grant_bytes = window_bytes // 2
         self._on_closed = on_closed
         self._tasks: list[asyncio.Task[None]] = []
-        #: In the order of their requests, which is the order of their bytes.
+        #: Reads that were asked for, in the order of their bytes; abandoned ones too.
         self._pending: deque[IncomingRead] = deque()
+        #: Reads that were not asked for yet, in order, with their spans.
+        self._waiting: dict[IncomingRead, Int64Array] = {}
         #: Reads that have not ended for their caller.
         self._reads: set[IncomingRead] = set()
-        self._requests: asyncio.Queue[kv_read.ReadMessage] = asyncio.Queue()
+        #: Something may have to be sent.
+        self._wake = asyncio.Event()
+        self._num_under_way = 0
         self._num_consumed = 0
         self._lost: TransferError | None = None
 
@@ -174,9 +185,8 @@ class GrpcPeer:
         self._reads.add(incoming)
         try:
             if incoming.num_bytes:
-                spans = read.spans[read.spans[:, 2] > 0][:, ::2]
-                self._pending.append(incoming)
-                self._requests.put_nowait(kv_read.ReadSpans(spans=spans))
+                self._waiting[incoming] = read.spans
+                self._wake.set()
             else:
                 incoming.accept(np.empty(0, np.uint8))
             async with asyncio.timeout(timeout_s):
@@ -185,6 +195,7 @@ class GrpcPeer:
             raise read_timed_out(self._region.worker, timeout_s) from None
         finally:
             self._reads.discard(incoming)
+            self._waiting.pop(incoming, None)
             await incoming.settle()
         bad = incoming.bad_checks
         return ReadResult(
@@ -206,11 +217,18 @@ class GrpcPeer:
     async def _send(self) -> None:
         try:
             while True:
-                messages = [await self._requests.get()]
-                while not self._requests.empty():
-                    messages.append(self._requests.get_nowait())
-                for message in kv_read.merged(messages):
-                    await self._call.write(kv_read.encode(message))
+                await self._wake.wait()
+                self._wake.clear()
+                if self._num_consumed >= self._grant_bytes:
+                    credit, self._num_consumed = self._num_consumed, 0
+                    await self._call.write(kv_read.encode(kv_read.GrantCredit(credit_bytes=credit)))
+                if self._waiting and self._num_under_way < LOW_WATER_BYTES:
+                    spans = np.concatenate(list(self._waiting.values()))
+                    self._num_under_way += int(spans[:, 2].sum())
+                    self._pending.extend(self._waiting)
+                    self._waiting.clear()
+                    for request in kv_read.requests_for(spans):
+                        await self._call.write(kv_read.encode(request))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The stream has ended; the receiving task sees why.
             return
@@ -231,6 +249,9 @@ class GrpcPeer:
 
     def _distribute(self, message: bytes) -> bool:
         """Give each pending read its part, in order; False if there is more than was asked for."""
+        self._num_under_way -= len(message)
+        if self._waiting and self._num_under_way < LOW_WATER_BYTES:
+            self._wake.set()
         rest = np.frombuffer(message, np.uint8)
         while len(rest) and self._pending:
             incoming = self._pending[0]
@@ -242,9 +263,8 @@ class GrpcPeer:
 
     def _on_consumed(self, num_bytes: int) -> None:
         self._num_consumed += num_bytes
-        if self._num_consumed >= self._grant_bytes and self._lost is None:
-            self._requests.put_nowait(kv_read.GrantCredit(credit_bytes=self._num_consumed))
-            self._num_consumed = 0
+        if self._num_consumed >= self._grant_bytes:
+            self._wake.set()
 
     def _lose(self, error: TransferError) -> None:
         if self._lost is None:

@@ -94,6 +94,11 @@ class _Outgoing:
         return b"".join(pieces)
 
 
+def _next_message_bytes(num_left: int) -> int:
+    """Messages of nearly the same size: a small last one would cost as much as a large one."""
+    return -(-num_left // -(-num_left // MESSAGE_BYTES))
+
+
 async def _serve(requests: AsyncIterator[bytes], pool_of: PoolOf) -> AsyncIterator[bytes]:
     async with asyncio.timeout(OPEN_TIMEOUT_S):
         first = await anext(requests, None)
@@ -105,7 +110,7 @@ async def _serve(requests: AsyncIterator[bytes], pool_of: PoolOf) -> AsyncIterat
     reads: deque[_Outgoing] = deque()
     yield b""
     while True:
-        while reads and credit >= (count := min(reads[0].num_left, MESSAGE_BYTES)):
+        while reads and credit >= (count := _next_message_bytes(reads[0].num_left)):
             yield reads[0].take(count)
             credit -= count
             if not reads[0].num_left:

@@ -6,7 +6,6 @@ the reader's business, so spans that wait to be sent are merged into one message
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +40,7 @@ class OpenRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadSpans:
-    """int64[n, 2] of (offset, length) in the source's pool; lengths are positive."""
+    """int64[n, 2] of (offset, length) in the source's pool; 1 to MAX_SPANS of them, none empty."""
 
     spans: Int64Array
 
@@ -65,24 +64,17 @@ def encode(message: ReadMessage) -> bytes:
             )
             return pb.ReadRequest(open=opened).SerializeToString()
         case ReadSpans():
-            offsets, lengths = _cut(message.spans).T.tolist()
+            offsets, lengths = message.spans.T.tolist()
             columns = pb.ReadSpans(offsets=offsets, lengths=lengths)
             return pb.ReadRequest(spans=columns).SerializeToString()
         case GrantCredit():
             return pb.ReadRequest(credit_bytes=message.credit_bytes).SerializeToString()
 
 
-def merged(messages: Sequence[ReadMessage]) -> list[ReadMessage]:
-    """The same in fewer messages: all credit first, then all spans. Open is not among them."""
-    credit = sum(item.credit_bytes for item in messages if isinstance(item, GrantCredit))
-    result: list[ReadMessage] = [GrantCredit(credit_bytes=credit)] if credit else []
-    waiting = [_cut(item.spans) for item in messages if isinstance(item, ReadSpans)]
-    if waiting:
-        spans = np.concatenate(waiting)
-        result += [
-            ReadSpans(spans=spans[at : at + MAX_SPANS]) for at in range(0, len(spans), MAX_SPANS)
-        ]
-    return result
+def requests_for(spans: Int64Array) -> list[ReadSpans]:
+    """The messages that ask for int64[n, 3] of (offset, anything, length); empty spans are left out."""
+    wanted = _cut(spans[spans[:, 2] > 0][:, ::2])
+    return [ReadSpans(spans=wanted[at : at + MAX_SPANS]) for at in range(0, len(wanted), MAX_SPANS)]
 
 
 def decode(data: bytes) -> ReadMessage:
