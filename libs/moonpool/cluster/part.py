@@ -16,7 +16,7 @@ import enum
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moonpool.cluster.process import ChildProcess
@@ -199,6 +199,7 @@ class Part:
                 return f"{error.message} {self._log_tail()}"
         finally:
             pipe.close()
+        self.spec = replace(self.spec, document=_on_same_ports(self.spec.document, self._report))
         await self._set(
             PartState.READY, " ".join(f"{key}={fact}" for key, fact in self._report.facts.items())
         )
@@ -238,3 +239,16 @@ class Part:
 
     def _log_tail(self) -> str:
         return self._process.log_tail() if self._process is not None else "(never started)"
+
+
+def _on_same_ports(
+    document: RouterConfig | WorkerConfig, report: ReadyReport
+) -> RouterConfig | WorkerConfig:
+    """A router that starts again listens where its clients know it.
+
+    Workers choose anew: whoever looks for one learns its address from the bus.
+    """
+    if not isinstance(document, RouterConfig):
+        return document
+    ports = {key: report.facts[key] for key in ("grpc_port", "http_port") if key in report.facts}
+    return document.model_copy(update={"router": document.router.model_copy(update=ports)})

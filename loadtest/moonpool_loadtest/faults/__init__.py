@@ -1,0 +1,8 @@
+"""Faults on purpose: each kind once, against a real cluster, with every token checked.
+
+    python -m moonpool_loadtest.faults --model smollm2-135m
+
+Workers are killed at exact places through failpoints, the broker comes and goes, the router is
+restarted, clients leave. Every answer is compared with the same request on one aggregated worker
+without faults, and after each fault every worker's ledger must be quiet.
+"""

@@ -1,0 +1,156 @@
+"""`python -m moonpool_loadtest.faults`: each fault once, a table, and exit status 1 if any failed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from moonpool.config.schema import (
+    ClusterConfig,
+    RouterSettings,
+    WorkerGroup,
+    WorkerSettings,
+    default_data_dir,
+)
+from moonpool.errors import MoonpoolError
+from moonpool.hub.model_dir import resolve
+from moonpool_loadtest.faults.lab import (
+    FaultReport,
+    LabSizes,
+    answers_without_faults,
+    make_sets,
+    open_lab,
+)
+from moonpool_loadtest.faults.scenarios import (
+    decode_kills,
+    prefill_kills,
+    run_boot_without_nats,
+    run_disconnects,
+    run_kills,
+    run_nats_restart,
+    run_router_restart,
+)
+
+_POSITIONS = (0, 1, 7, 20)
+#: Requests whose tokens may differ (near-ties of the model), of all.
+_MAX_DIFFERING_SHARE = 1 / 50
+
+
+def cluster_config(model: str, *, data_dir: Path, dtype: str, is_checked: bool) -> ClusterConfig:
+    """One prefill worker, two decode workers of four slots, a router on free ports."""
+    settings = WorkerSettings(
+        kv_cache_memory_bytes=192 * 2**20,
+        max_num_batched_tokens=128,
+        max_num_seqs=4,
+        max_model_len=512,
+        is_checked=is_checked,
+    )
+    return ClusterConfig.model_validate(
+        {
+            "name": "faults",
+            "data_dir": data_dir,
+            "model": model,
+            "dtype": dtype,
+            "local_prefill_tokens": 64,
+            "router": RouterSettings(http_port=0, grpc_port=0),
+            "workers": [
+                WorkerGroup(role="prefill", settings=settings).model_dump(),
+                WorkerGroup(role="decode", count=2, settings=settings).model_dump(),
+            ],
+        }
+    )
+
+
+async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) -> list[FaultReport]:
+    """Every fault, in an order that restarts as little as it can."""
+    kills = (
+        *prefill_kills(num_layers=num_layers),
+        *decode_kills(positions=_POSITIONS),
+    )
+    num_sets = len(kills) + 3 + 2 + 5 + 4 + 4 + 1
+    sets = make_sets(LabSizes(vocab_size=vocab_size), num_sets)
+    reports: list[FaultReport] = []
+
+    def show(report: FaultReport) -> None:
+        reports.append(report)
+        print(row(report), flush=True)
+
+    print("answers without faults ...", flush=True)
+    expected = await answers_without_faults(config, [case for cases in sets for case in cases])
+    print(header(), flush=True)
+    show(await run_boot_without_nats(config, expected, sets.pop()))
+    async with open_lab(config, expected=expected, sets=sets) as lab:
+        await run_kills(lab, kills, show)
+        show(await run_nats_restart(lab))
+        show(await run_router_restart(lab))
+        show(await run_disconnects(lab))
+    return reports
+
+
+def header() -> str:
+    return (
+        f"{'fault':<46} {'requests':>8} {'equal':>5} {'differ':>6} {'attempts':>8} {'slowest':>8}"
+    )
+
+
+def row(report: FaultReport) -> str:
+    """One line, and one more for each thing that is wrong or worth knowing."""
+    lines = [
+        f"{report.fault:<46} {report.num_requests:>8} {report.num_equal:>5} "
+        f"{len(report.differing):>6} {report.num_attempts:>8} {report.slowest_s:>6.1f} s"
+    ]
+    lines += [f"    differs: {text}" for text in report.differing]
+    lines += [f"    WRONG: {text}" for text in report.problems]
+    lines += [f"    {report.note}"] if report.note else []
+    return "\n".join(lines)
+
+
+def verdict(reports: Sequence[FaultReport]) -> tuple[bool, str]:
+    """Whether all is well, and the sum in one line."""
+    num_requests = sum(report.num_requests for report in reports)
+    num_differing = sum(len(report.differing) for report in reports)
+    num_wrong = sum(len(report.problems) for report in reports)
+    is_good = num_wrong == 0 and num_differing <= num_requests * _MAX_DIFFERING_SHARE
+    text = (
+        f"{len(reports)} faults, {num_requests} requests: {num_wrong} wrong, {num_differing} differ "
+        f"(near-ties; at most 1 in 50 may)"
+    )
+    return is_good, text
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="moonpool_loadtest.faults", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--data-dir", type=Path, help="where models are; logs go there too")
+    parser.add_argument("--check", action="store_true", help="workers check all invariants")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    data_dir = (options.data_dir or default_data_dir(os.environ)).absolute()
+    try:
+        model = resolve(options.model, data_dir=data_dir)
+        with tempfile.TemporaryDirectory(prefix="moonpool-faults-") as home:
+            config = cluster_config(
+                str(model.path), data_dir=Path(home), dtype=options.dtype, is_checked=options.check
+            )
+            reports = asyncio.run(
+                run_all(
+                    config,
+                    vocab_size=model.config.vocab_size,
+                    num_layers=model.config.num_layers,
+                )
+            )
+    except MoonpoolError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    is_good, text = verdict(reports)
+    print(text)
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

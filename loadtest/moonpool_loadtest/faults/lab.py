@@ -1,0 +1,219 @@
+"""FaultLab: a cluster to break, the answers it must give all the same, and the books kept of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from moonpool.cluster.local_cluster import ClusterOptions, LocalCluster
+from moonpool.cluster.part import RestartPolicy
+from moonpool.config.schema import ClusterConfig, WorkerGroup
+from moonpool.errors import MoonpoolError
+from moonpool.rpc.channel import open_channel
+from moonpool_loadtest.faults.workload import Case, Client, Outcome, make_cases
+
+_JOIN_S = 60.0
+_QUIET_S = 15.0
+
+Expected = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabSizes:
+    """How large requests are; fits the model and the patience."""
+
+    vocab_size: int
+    #: Prefilled elsewhere (above local_prefill_tokens), and on the decode worker.
+    long_prompt: int = 300
+    short_prompt: int = 20
+    max_tokens: int = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultReport:
+    """One row of the table."""
+
+    fault: str
+    num_requests: int
+    #: Answers equal to those without faults.
+    num_equal: int
+    #: Whole, in order, nothing lost or doubled, but with other tokens: `case@position`.
+    differing: tuple[str, ...]
+    #: Anything else that is wrong.
+    problems: tuple[str, ...]
+    duration_s: float
+    slowest_s: float = 0.0
+    num_attempts: int = 0
+    note: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems
+
+
+def make_sets(sizes: LabSizes, num_sets: int, *, seed: int = 7) -> list[tuple[Case, ...]]:
+    """`num_sets` times four requests that share no prefix: two long ones and two short ones."""
+    rng = random.Random(seed)
+    return [
+        make_cases(
+            vocab_size=sizes.vocab_size,
+            prompt_lengths=(
+                sizes.long_prompt,
+                sizes.long_prompt - 11,
+                sizes.short_prompt,
+                sizes.short_prompt + 13,
+            ),
+            max_tokens=sizes.max_tokens,
+            rng=rng,
+            prefix=f"s{number}-",
+        )
+        for number in range(num_sets)
+    ]
+
+
+async def answers_without_faults(config: ClusterConfig, cases: Sequence[Case]) -> Expected:
+    """What one aggregated worker answers.
+
+    Raises:
+        MoonpoolError: A request failed.
+    """
+    aggregated = config.model_copy(
+        update={
+            "workers": tuple(
+                WorkerGroup(role="decode", settings=group.settings)
+                for group in config.workers
+                if group.role != "prefill"
+            )[:1]
+        }
+    )
+    expected: dict[str, Sequence[int]] = {}
+    async with (
+        LocalCluster(aggregated, options=ClusterOptions(is_pinned=False)) as cluster,
+        open_channel(cluster.endpoints.grpc_address) as channel,
+    ):
+        client = Client(channel)
+        for start in range(0, len(cases), 8):
+            for outcome in await client.ask_all(cases[start : start + 8]):
+                if outcome.error is not None:
+                    raise outcome.error
+                expected[outcome.case.name] = outcome.token_ids
+    return expected
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultLab:
+    """A running cluster under test."""
+
+    cluster: LocalCluster
+    client: Client
+    expected: Expected
+    #: Sets of requests that nobody has asked yet.
+    fresh: list[tuple[Case, ...]]
+    reports: list[FaultReport] = field(default_factory=list)
+
+    def take(self) -> tuple[Case, ...]:
+        """Four requests whose prompts no worker has seen: two long, two short."""
+        return self.fresh.pop(0)
+
+    async def settle(self) -> list[str]:
+        """Everyone is back and nobody holds anything; else what is wrong."""
+        try:
+            await self.cluster.wait_ready(timeout_s=_JOIN_S)
+            await self.cluster.wait_quiet(timeout_s=_QUIET_S)
+        except MoonpoolError as error:
+            return [error.message]
+        return []
+
+    async def rearm(self, target: str, failpoints: str) -> None:
+        """Give a part a new life, with failpoints armed."""
+        part = self.cluster.part(target)
+        part.arm(failpoints)
+        num_starts = part.num_starts
+        await self.cluster.kill(target)
+        await part.wait_starts(num_starts + 1, timeout_s=_JOIN_S)
+        await self.cluster.wait_ready(timeout_s=_JOIN_S)
+
+    async def died(self, target: str, num_starts: int) -> list[str]:
+        """The part that was to die did, and lives again; else what is wrong."""
+        try:
+            await self.cluster.part(target).wait_starts(num_starts + 1, timeout_s=_JOIN_S)
+        except MoonpoolError as error:
+            return [f"the fault did not happen: {error.message}"]
+        return []
+
+    def judge(
+        self,
+        fault: str,
+        outcomes: Sequence[Outcome],
+        *,
+        problems: Sequence[str],
+        started: float,
+        note: str = "",
+    ) -> FaultReport:
+        """Compare, and keep the row."""
+        found = [outcome.problem for outcome in outcomes if outcome.problem]
+        differing = []
+        num_equal = 0
+        for outcome in outcomes:
+            if outcome.problem:
+                continue
+            position = outcome.first_difference(self.expected[outcome.case.name])
+            if position is None:
+                num_equal += 1
+            elif len(outcome.token_ids) == len(self.expected[outcome.case.name]):
+                differing.append(f"{outcome.case.name}@{position}")
+            else:
+                found.append(f"{outcome.case.name}: {len(outcome.token_ids)} tokens came")
+        report = FaultReport(
+            fault=fault,
+            num_requests=len(outcomes),
+            num_equal=num_equal,
+            differing=tuple(differing),
+            problems=(*found, *problems),
+            duration_s=asyncio.get_running_loop().time() - started,
+            slowest_s=max((outcome.duration_s for outcome in outcomes), default=0.0),
+            num_attempts=sum(
+                outcome.done.placement.num_attempts for outcome in outcomes if outcome.done
+            ),
+            note=note,
+        )
+        self.reports.append(report)
+        return report
+
+
+@asynccontextmanager
+async def open_lab(
+    config: ClusterConfig,
+    *,
+    expected: Expected,
+    sets: Sequence[tuple[Case, ...]],
+    failpoints: Mapping[str, str] | None = None,
+    on_event: Callable[[str], None] = lambda _text: None,
+) -> AsyncIterator[FaultLab]:
+    """Start the cluster that is to be broken.
+
+    Args:
+        failpoints: Armed in the first life of parts.
+    """
+    options = ClusterOptions(
+        is_pinned=False,
+        restart=RestartPolicy(min_pause_s=0.05, max_pause_s=0.5),
+        failpoints=failpoints or {},
+    )
+    async with (
+        LocalCluster(
+            config,
+            options=options,
+            on_event=lambda event: on_event(f"{event.part} {event.state} {event.detail}"),
+        ) as cluster,
+        open_channel(cluster.endpoints.grpc_address) as channel,
+    ):
+        yield FaultLab(
+            cluster=cluster,
+            client=Client(channel),
+            expected=expected,
+            fresh=list(sets),
+        )

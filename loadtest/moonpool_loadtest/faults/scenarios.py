@@ -1,0 +1,336 @@
+"""The faults: how each is brought about, and what is asked meanwhile.
+
+Each scenario leaves the cluster whole and quiet, and one row in the lab's reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from moonpool.cluster.local_cluster import ROUTER, ClusterOptions, LocalCluster
+from moonpool.cluster.part import PartState
+from moonpool.config.schema import ClusterConfig
+from moonpool.errors import MoonpoolError, UnavailableError
+from moonpool.rpc.channel import open_channel
+from moonpool_loadtest.faults.lab import Expected, FaultLab, FaultReport
+from moonpool_loadtest.faults.workload import Case, Client, Outcome
+
+PREFILL = "prefill-0"
+DECODE = "decode-0"
+
+_POLL_S = 0.005
+#: A router serves this soon after the broker is there (issue 2).
+READY_AFTER_NATS_S = 5.0
+
+#: Slow enough to be met at every stage: each layer of a chunk, each step.
+SLOW_PREFILL = "prefill.after_layer=sleep:10"
+SLOW_DECODE = "engine.after_step=sleep:10"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """SIGKILL of one part at an exact place, under four concurrent requests."""
+
+    name: str
+    target: str
+    failpoints: str
+
+
+def prefill_kills(*, num_layers: int) -> tuple[Kill, ...]:
+    """After the first layers, in the middle, after the last layer, and around the commit."""
+    layers = sorted({0, num_layers // 2, num_layers - 1})
+    return (
+        *(
+            Kill(
+                name=f"kill -9 prefill after layer {layer}",
+                target=PREFILL,
+                failpoints=f"prefill.after_layer({layer})=kill",
+            )
+            for layer in layers
+        ),
+        Kill(
+            name="kill -9 prefill before commit",
+            target=PREFILL,
+            failpoints="prefill.before_commit=kill",
+        ),
+        Kill(
+            name="kill -9 prefill after commit",
+            target=PREFILL,
+            failpoints="prefill.after_commit=kill",
+        ),
+    )
+
+
+def decode_kills(*, positions: Sequence[int]) -> tuple[Kill, ...]:
+    """Around the transfer, and when a token at each of `positions` leaves."""
+    places = ("decode.after_reserve", "decode.after_read", "decode.before_admit")
+    return (
+        *(
+            Kill(
+                name=f"kill -9 decode {place.removeprefix('decode.').replace('_', ' ')}",
+                target=DECODE,
+                failpoints=f"{place}=kill",
+            )
+            for place in places
+        ),
+        *(
+            Kill(
+                name=f"kill -9 decode at token {position}",
+                target=DECODE,
+                failpoints=f"decode.after_token({position})=kill",
+            )
+            for position in positions
+        ),
+    )
+
+
+async def run_kill(lab: FaultLab, kill: Kill, following: Kill | None) -> FaultReport:
+    """The target is armed already; it comes back armed for `following` if that has the same one."""
+    part = lab.cluster.part(kill.target)
+    part.arm(
+        following.failpoints if following is not None and following.target == kill.target else ""
+    )
+    num_starts = part.num_starts
+    started = asyncio.get_running_loop().time()
+    outcomes = await lab.client.ask_all(lab.take())
+    problems = await lab.died(kill.target, num_starts)
+    problems += await lab.settle()
+    return lab.judge(kill.name, outcomes, problems=problems, started=started)
+
+
+async def run_kills(
+    lab: FaultLab, kills: Sequence[Kill], on_report: Callable[[FaultReport], None]
+) -> None:
+    """One after the other. The first of each target costs a restart to arm it."""
+    armed = ""
+    for index, kill in enumerate(kills):
+        if armed != kill.target:
+            await lab.rearm(kill.target, kill.failpoints)
+        following = kills[index + 1] if index + 1 < len(kills) else None
+        on_report(await run_kill(lab, kill, following))
+        armed = kill.target if following is not None and following.target == kill.target else ""
+
+
+async def run_nats_restart(lab: FaultLab) -> FaultReport:
+    """The broker dies under load, stays away, and comes back under load."""
+    started = asyncio.get_running_loop().time()
+    outcomes: list[Outcome] = []
+    async with asyncio.TaskGroup() as tasks:
+        before = tasks.create_task(lab.client.ask_all(lab.take()))
+        await lab.cluster.kill_nats()
+    outcomes += before.result()
+    outcomes += await lab.client.ask_all(lab.take())
+    status = await lab.cluster.status()
+    problems = [] if not status.is_bus_connected else ["the router did not notice the loss"]
+    async with asyncio.TaskGroup() as tasks:
+        after = tasks.create_task(lab.client.ask_all(lab.take()))
+        await lab.cluster.start_nats()
+    outcomes += after.result()
+    problems += await _within(
+        READY_AFTER_NATS_S, "the router is connected again", lambda: _has_bus(lab.cluster)
+    )
+    problems += await lab.settle()
+    return lab.judge(
+        "NATS killed and restarted under load", outcomes, problems=problems, started=started
+    )
+
+
+async def run_router_restart(lab: FaultLab) -> FaultReport:
+    """The router is killed under load: its clients see the cut, its workers drop what was theirs."""
+    started = asyncio.get_running_loop().time()
+    router = lab.cluster.part(ROUTER)
+    num_starts = router.num_starts
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(lab.client.ask_all(lab.take()))
+        await _within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
+        await lab.cluster.kill(ROUTER)
+    problems = [
+        f"{outcome.case.name} did not see the cut"
+        for outcome in asking.result()
+        if outcome.done is None and not isinstance(outcome.error, UnavailableError)
+    ]
+    problems += await lab.died(ROUTER, num_starts)
+    problems += await lab.settle()
+    outcomes = await lab.client.ask_all(lab.take())
+    problems += await lab.settle()
+    return lab.judge(
+        "kill -9 router, started after the workers", outcomes, problems=problems, started=started
+    )
+
+
+async def run_disconnects(lab: FaultLab) -> FaultReport:
+    """Clients leave while queued, in prefill, in transfer, in decode, and after the last token.
+
+    The workers are slowed by failpoints, so that every stage can be met; beside those who leave,
+    others stay and must get their whole answers.
+    """
+    started = asyncio.get_running_loop().time()
+    async with asyncio.TaskGroup() as tasks:
+        for target, failpoints in (
+            (PREFILL, SLOW_PREFILL),
+            (DECODE, SLOW_DECODE),
+            ("decode-1", SLOW_DECODE),
+        ):
+            tasks.create_task(lab.rearm(target, failpoints))
+    outcomes: list[Outcome] = []
+    met: list[str] = []
+    problems: list[str] = []
+    for stage in (_leave_queue, _leave_prefill, _leave_transfer, _leave_decode, _leave_last):
+        stays = lab.take()
+        async with asyncio.TaskGroup() as tasks:
+            staying = tasks.create_task(lab.client.ask_all(stays))
+            if await stage(lab):
+                met.append(stage.__name__.removeprefix("_leave_"))
+            else:
+                problems.append(f"stage {stage.__name__} was not met")
+        outcomes += staying.result()
+        problems += await lab.settle()
+    async with asyncio.TaskGroup() as tasks:
+        for target in (PREFILL, DECODE, "decode-1"):
+            tasks.create_task(lab.rearm(target, ""))
+    return lab.judge(
+        "clients leave at every stage",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=f"met: {', '.join(met)}",
+    )
+
+
+async def run_boot_without_nats(
+    config: ClusterConfig, expected: Expected, cases: Sequence[Case]
+) -> FaultReport:
+    """No broker and no router at first; then a router, which is not ready; then the broker."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    options = ClusterOptions(is_pinned=False, has_nats=False, has_router=False, waits_ready=False)
+    problems: list[str] = []
+    async with LocalCluster(config, options=options) as cluster:
+        for worker_id in cluster.worker_ids:
+            await cluster.part(worker_id).wait_ready(timeout_s=60.0)
+        cluster.start_router()
+        await cluster.part(ROUTER).wait_ready(timeout_s=60.0)
+        status = await cluster.status()
+        if status.is_ready or status.is_bus_connected:
+            problems.append("the router was ready without a broker")
+        await cluster.start_nats()
+        nats_at = loop.time()
+        await cluster.wait_ready(timeout_s=30.0)
+        ready_after_s = loop.time() - nats_at
+        if ready_after_s > READY_AFTER_NATS_S:
+            problems.append(f"ready only {ready_after_s:.1f} s after the broker")
+        problems += [
+            f"{name} crashed without the broker"
+            for name in (ROUTER, *cluster.worker_ids)
+            if cluster.part(name).num_starts > 1
+        ]
+        async with open_channel(cluster.endpoints.grpc_address) as channel:
+            lab = FaultLab(cluster=cluster, client=Client(channel), expected=expected, fresh=[])
+            outcomes = await lab.client.ask_all(cases)
+            problems += await lab.settle()
+    return lab.judge(
+        "NATS absent at boot, router after the workers",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=f"ready {ready_after_s:.2f} s after NATS",
+    )
+
+
+# -- leaving at a stage: True if the stage was met --
+
+
+async def _leave_queue(lab: FaultLab) -> bool:
+    """More requests than there are slots; those that wait in the router's queue leave."""
+    cases = [case for _ in range(4) for case in lab.take()]
+    leavers = [Outcome(case=case) for case in cases]
+    async with asyncio.TaskGroup() as tasks:
+        reading = [tasks.create_task(lab.client.read(leaver)) for leaver in leavers]
+        met = not await _within(5.0, "queued", lambda: _is_queued(lab.cluster, 1))
+        for task in reversed(reading):
+            task.cancel()
+    return met
+
+
+async def _leave_prefill(lab: FaultLab) -> bool:
+    return await _leave_when(lab, lambda: _has_prefill(lab.cluster))
+
+
+async def _leave_transfer(lab: FaultLab) -> bool:
+    return await _leave_when(lab, lambda: _has_reservation(lab.cluster))
+
+
+async def _leave_decode(lab: FaultLab) -> bool:
+    return await _leave_after(lab, 3)
+
+
+async def _leave_last(lab: FaultLab) -> bool:
+    return await _leave_after(lab, None)
+
+
+async def _leave_when(lab: FaultLab, is_met: Callable[[], Awaitable[bool]]) -> bool:
+    """Two long requests start, and leave as soon as the stage is met."""
+    leavers = [Outcome(case=case) for case in lab.take()[:2]]
+    async with asyncio.TaskGroup() as tasks:
+        reading = [tasks.create_task(lab.client.read(leaver)) for leaver in leavers]
+        met = not await _within(5.0, "stage", is_met)
+        for task in reading:
+            task.cancel()
+    return met and not any(leaver.done for leaver in leavers)
+
+
+async def _leave_after(lab: FaultLab, num_tokens: int | None) -> bool:
+    """A long and a short request leave when they have so many tokens; None: all of them."""
+    cases = lab.take()
+    num_tokens = num_tokens or cases[0].max_tokens
+    leavers = [Outcome(case=cases[0]), Outcome(case=cases[2])]
+    async with asyncio.TaskGroup() as tasks:
+        for leaver in leavers:
+            tasks.create_task(lab.client.read(leaver, num_tokens=num_tokens))
+    return all(len(leaver.token_ids) >= num_tokens and not leaver.done for leaver in leavers)
+
+
+# -- looking at the cluster --
+
+
+async def _within(timeout_s: float, what: str, is_true: Callable[[], Awaitable[bool]]) -> list[str]:
+    """Nothing if it came true in time; else the problem."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                if await is_true():
+                    return []
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        return [f"not within {timeout_s:g} s: {what}"]
+
+
+async def _has_bus(cluster: LocalCluster) -> bool:
+    return (await cluster.status()).is_bus_connected
+
+
+async def _is_running(cluster: LocalCluster, num_requests: int) -> bool:
+    return (await cluster.status()).num_running >= num_requests
+
+
+async def _is_queued(cluster: LocalCluster, num_requests: int) -> bool:
+    return (await cluster.status()).num_queued >= num_requests
+
+
+async def _has_prefill(cluster: LocalCluster) -> bool:
+    return (await cluster.ledger(PREFILL)).ledger.num_prefills > 0
+
+
+async def _has_reservation(cluster: LocalCluster) -> bool:
+    for worker_id in cluster.worker_ids:
+        if cluster.part(worker_id).state is not PartState.READY or worker_id == PREFILL:
+            continue
+        try:
+            report = await cluster.ledger(worker_id)
+        except MoonpoolError:
+            continue
+        if report.ledger.num_reserved and report.num_reads:
+            return True
+    return False
