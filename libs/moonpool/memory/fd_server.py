@@ -11,6 +11,7 @@ gives memory only to processes of its own user, and the client believes only a s
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -25,6 +26,15 @@ from moonpool.memory.region import ReadOnlyRegion, has_seals
 _MAX_LINE_BYTES = 200
 #: A client sends its line at once or is dropped.
 _REQUEST_TIMEOUT_S = 2.0
+#: Of accept: too many open files just now, or a client that left already.
+_PASSING_ERRORS = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.ECONNABORTED,
+}
+_PAUSE_S = 0.1
 
 
 def socket_name(worker: WorkerKey) -> str:
@@ -65,7 +75,13 @@ class FdServer:
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    connection, _ = await loop.sock_accept(self._socket)
+                    try:
+                        connection, _ = await loop.sock_accept(self._socket)
+                    except OSError as error:
+                        if error.errno not in _PASSING_ERRORS:
+                            raise
+                        await asyncio.sleep(_PAUSE_S)
+                        continue
                     group.create_task(self._answer(connection))
         finally:
             self.close()

@@ -58,7 +58,6 @@ class LeafGeometry:
     def of_layout(cls, layout: KvLayout) -> LeafGeometry:
         """The geometry of a layout with one group (all that exist today)."""
         (group,) = layout.groups
-        plane_bytes = layout.plane_bytes(group)
         return cls(
             region_bytes=layout.pool_bytes,
             first_byte=0,
@@ -68,9 +67,9 @@ class LeafGeometry:
             block_stride=group.block_stride_bytes,
             layer_stride=group.layer_stride_bytes,
             plane_stride=group.plane_stride_bytes,
-            plane_bytes=plane_bytes,
+            plane_bytes=layout.plane_bytes(group),
             block_size=layout.block_size,
-            token_bytes=plane_bytes // (group.num_kv_heads * layout.block_size),
+            token_bytes=layout.token_bytes(group),
         )
 
     @property

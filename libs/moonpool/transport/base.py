@@ -74,7 +74,7 @@ class KvRead:
         """A read of `spans` that checks m leaves; the four columns are parallel, in any order.
 
         Args:
-            spans: int64[n, 3], as kv.copy_plan makes them.
+            spans: int64[n, 3], as a copy plan makes them.
             blocks: Target block of each leaf.
             layers: Layer of each leaf, from 0 in the group.
             expected: Its digest, uint64.

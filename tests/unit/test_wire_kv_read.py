@@ -1,0 +1,82 @@
+"""ReadRequest bytes: what is encoded comes back, and what no reader means is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpool.api.v1 import kv_pb2 as pb
+from moonpool.ids import Incarnation, WorkerId, WorkerKey
+from moonpool.wire import kv_read
+from moonpool.wire.fields import InvalidMessageError
+
+WORKER = WorkerKey(WorkerId("prefill-0"), Incarnation("0123456789abcdef"))
+
+
+def test_open_and_credit_come_back() -> None:
+    for message in (
+        kv_read.OpenRead(source=WORKER, credit_bytes=1 << 25),
+        kv_read.GrantCredit(credit_bytes=7),
+    ):
+        assert kv_read.decode(kv_read.encode(message)) == message
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 45), st.integers(0, 1 << 20)), max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_spans_come_back_in_order_without_the_empty_ones(rows: list[tuple[int, int]]) -> None:
+    spans = np.array([(offset, 5, length) for offset, length in rows], np.int64).reshape(-1, 3)
+    decoded = [kv_read.decode(kv_read.encode(part)) for part in kv_read.requests_for(spans)]
+    received = [
+        tuple(row)
+        for part in decoded
+        if isinstance(part, kv_read.ReadSpans)
+        for row in part.spans.tolist()
+    ]
+    assert received == [row for row in rows if row[1]]
+
+
+def test_a_span_too_long_for_a_field_is_cut_without_changing_its_bytes() -> None:
+    length = (5 << 30) + 3
+    (request,) = kv_read.requests_for(np.array([[100, 0, length], [7, 0, 1]], np.int64))
+    offsets, lengths = request.spans.T
+    assert lengths.max() < 1 << 32
+    assert lengths.sum() == length + 1
+    assert offsets[0] == 100
+    assert np.array_equal(offsets[1:-1], offsets[:-2] + lengths[:-2])
+    assert request.spans[-1].tolist() == [7, 1]
+
+
+def test_many_spans_are_sent_in_several_messages() -> None:
+    spans = np.ones((kv_read.MAX_SPANS + 1, 3), np.int64)
+    assert [len(part.spans) for part in kv_read.requests_for(spans)] == [kv_read.MAX_SPANS, 1]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.ReadRequest(),
+        pb.ReadRequest(credit_bytes=0),
+        pb.ReadRequest(credit_bytes=1 << 50),
+        pb.ReadRequest(open=pb.ReadOpen(credit_bytes=1)),
+        pb.ReadRequest(spans=pb.ReadSpans()),
+        pb.ReadRequest(spans=pb.ReadSpans(offsets=[1, 2], lengths=[1])),
+        pb.ReadRequest(spans=pb.ReadSpans(offsets=[1], lengths=[0])),
+        pb.ReadRequest(spans=pb.ReadSpans(offsets=[1 << 63], lengths=[1])),
+        pb.ReadRequest(spans=pb.ReadSpans(offsets=[0], lengths=[(1 << 32) - 1])),
+    ],
+    ids=str,
+)
+def test_what_no_reader_means_is_refused(message: pb.ReadRequest) -> None:
+    with pytest.raises(InvalidMessageError):
+        kv_read.decode(message.SerializeToString())
+
+
+@given(st.binary(max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
+    try:
+        kv_read.decode(data)
+    except InvalidMessageError:
+        return
