@@ -14,7 +14,8 @@ import pytest
 from moonpool import native
 from moonpool.errors import FailedPreconditionError, TransferError
 from moonpool.ids import Incarnation
-from moonpool.kv.layout import KvLayout
+from moonpool.kv.digest import canonical_bytes, leaf_digest
+from moonpool.kv.layout import KvLayout, plan
 from moonpool.kv.region import KvRegion
 from moonpool.native.fallback import FallbackKernels
 from moonpool.rpc.channel import make_channel
@@ -126,6 +127,35 @@ async def test_a_leaf_split_over_spans_and_empty_spans_is_checked_when_it_is_com
             after_span=-1,
         )
         assert (await peer.read(check_only, timeout_s=5)).bad_leaves == (1,)
+
+
+@both
+@pytest.mark.parametrize("orders", ["layer to block", "block to layer"])
+async def test_blocks_are_converted_on_the_way_to_another_layout(name: str, orders: str) -> None:
+    by_block, by_layer = (
+        make(num_blocks=10, num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+        for make in (KvLayout.block_major, KvLayout.layer_major)
+    )
+    theirs, ours = (by_layer, by_block) if orders == "layer to block" else (by_block, by_layer)
+    copy_plan = plan(theirs, ours)
+    sources, targets = np.array([3, 9, 0, 4]), np.array([8, 7, 1, 0])
+    pool = reader_pool(ours)
+    async with serve_kv(theirs) as source, make_transport(name, pool) as transport:
+        assert int(source.memory.leaf_digests[9, 2]) == leaf_digest(source.pool, theirs, 9, 2)
+        peer = await transport.connect(source.region, timeout_s=5)
+        read = KvRead.of(
+            copy_plan.spans(sources, targets, 1, 4),
+            blocks=np.repeat(targets, 3),
+            layers=np.tile(np.arange(1, 4), 4),
+            expected=source.memory.leaf_digests[sources, 1:4].reshape(-1),
+            after_span=copy_plan.last_spans(sources, targets, 1, 4).reshape(-1),
+        )
+        assert (await peer.read(read, timeout_s=5)).bad_leaves == ()
+        for source_block, target_block in zip(sources, targets, strict=True):
+            for layer in range(1, 4):
+                assert canonical_bytes(pool.bytes, ours, target_block, layer) == canonical_bytes(
+                    source.pool, theirs, source_block, layer
+                )
 
 
 @both
