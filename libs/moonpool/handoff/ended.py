@@ -37,9 +37,10 @@ class EndedAttempts:
         if known is not None and known.attempt == attempt:
             reason = known.reason
         self._by_request.pop(request_id, None)
-        self._by_request[request_id] = _Ended(
-            attempt=attempt, reason=reason, forget_at=now + self._remember_s
-        )
+        forget_at = now + self._remember_s
+        if self._by_request:
+            forget_at = max(forget_at, next(reversed(self._by_request.values())).forget_at)
+        self._by_request[request_id] = _Ended(attempt=attempt, reason=reason, forget_at=forget_at)
 
     def reason(self, attempt_id: AttemptId) -> ResetReason | None:
         """Why this attempt is over; None if nothing is known against it."""

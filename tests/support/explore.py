@@ -1,0 +1,337 @@
+"""The explorations of the handoff protocol, by name. Run all of them: `python -m support.explore` in tests/.
+
+`CASES` marked `is_quick` run in CI; all together take a few minutes on one core. Every case ends
+without a problem, without a cycle, and with the ways to end that are named; every mutation of
+`MUTANTS` ends with a problem, which shows that the exploration would notice.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+from moonpool.inference.request import InferenceRequest
+from moonpool.routing.worker_view import WorkerRole
+from support.explorer import Report, explore, walk
+from support.honest_core import HonestConfig
+from support.protocol_world import ProtocolWorld, WorldConfig
+from support.requests import make_request
+
+ALL_FAULTS = frozenset({"crash", "cut_router", "cut_handoff", "bad_leaf"})
+FINISHES = frozenset({"length"})
+#: `server_overloaded`: the last allowed placement was refused; `worker_lost`: three failures.
+GIVES_UP = frozenset({"server_overloaded", "worker_lost"})
+BOTH = (WorkerRole.BOTH, WorkerRole.BOTH)
+
+
+#: Random runs of each world in WALKS, in the full exploration.
+NUM_WALKS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    config: WorldConfig
+    #: All ways in which requests may end.
+    ends: frozenset[str] = FINISHES
+    is_quick: bool = True
+
+
+def one(max_tokens: int) -> tuple[InferenceRequest, ...]:
+    return (make_request("r1", prompt=3, max_tokens=max_tokens, arrival=1.0),)
+
+
+def two(max_tokens: int) -> tuple[InferenceRequest, ...]:
+    """r1 is the older."""
+    return (*one(max_tokens), make_request("r2", prompt=3, max_tokens=max_tokens, arrival=2.0))
+
+
+SMALL = HonestConfig(num_blocks=4)
+REFUSING = HonestConfig(num_blocks=4, refuses_at_will=True)
+REPAIRING = HonestConfig(num_blocks=4, repairs=True, fails_prefills=True)
+#: Two blocks, two chunks, two layers: reads overlap with computing.
+LAYERED = HonestConfig(num_blocks=4, block_size=2, chunk_tokens=2, num_layers=2, has_page=True)
+
+CASES = (
+    Case(
+        name="one request, no fault",
+        config=WorldConfig(requests=one(3), core=SMALL, must_finish=frozenset({"r1"})),
+    ),
+    Case(
+        name="one request, layer by layer",
+        config=WorldConfig(requests=one(2), core=LAYERED, must_finish=frozenset({"r1"})),
+    ),
+    Case(
+        name="one request, layer by layer, cancel",
+        config=WorldConfig(requests=one(2), core=LAYERED, max_attempts=2, num_cancels=1),
+        ends=FINISHES | {"cancelled"},
+    ),
+    Case(
+        name="one request, refusals, crash, cancel, 2 tokens, 2 attempts",
+        config=WorldConfig(
+            requests=one(2), core=REFUSING, max_attempts=2, num_faults=1, num_cancels=1
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+    ),
+    Case(
+        name="one request, refusals, crash, cancel, 3 tokens, 3 attempts",
+        config=WorldConfig(
+            requests=one(3), core=REFUSING, max_attempts=3, num_faults=1, num_cancels=1
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+        is_quick=False,
+    ),
+    Case(
+        name="one request, every fault, cancel",
+        config=WorldConfig(
+            requests=one(2),
+            core=SMALL,
+            max_attempts=2,
+            num_faults=1,
+            num_cancels=1,
+            fault_kinds=ALL_FAULTS,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+    ),
+    Case(
+        name="one request, every fault, cancel, failing prefills and repairs",
+        config=WorldConfig(
+            requests=one(2),
+            core=REPAIRING,
+            max_attempts=2,
+            num_faults=1,
+            num_cancels=1,
+            fault_kinds=ALL_FAULTS,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+        is_quick=False,
+    ),
+    Case(
+        name="one request, two faults",
+        config=WorldConfig(
+            requests=one(2), core=SMALL, max_attempts=3, num_faults=2, fault_kinds=ALL_FAULTS
+        ),
+        ends=FINISHES | GIVES_UP | {"poison_request"},
+        is_quick=False,
+    ),
+    Case(
+        name="one request, layer by layer, every fault",
+        config=WorldConfig(
+            requests=one(2), core=LAYERED, max_attempts=2, num_faults=1, fault_kinds=ALL_FAULTS
+        ),
+        ends=FINISHES | GIVES_UP,
+        is_quick=False,
+    ),
+    Case(
+        name="one request, timers at any time, every fault",
+        config=WorldConfig(
+            requests=one(2),
+            core=SMALL,
+            max_attempts=2,
+            num_faults=1,
+            num_early_ticks=1,
+            fault_kinds=ALL_FAULTS,
+        ),
+        ends=FINISHES | GIVES_UP,
+        is_quick=False,
+    ),
+    Case(
+        name="one request, messages overtake each other and come twice",
+        config=WorldConfig(
+            requests=one(2),
+            core=SMALL,
+            max_attempts=2,
+            num_faults=1,
+            num_cancels=1,
+            fault_kinds=frozenset({"duplicate", "cut_router"}),
+            reorders=frozenset({"R", "S", "A"}),
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+    ),
+    Case(
+        name="two requests crossing, pools of one request",
+        config=WorldConfig(
+            requests=two(2),
+            roles=BOTH,
+            core=HonestConfig(num_blocks=1),
+            max_attempts=2,
+            must_finish=frozenset({"r1"}),
+        ),
+        ends=FINISHES | GIVES_UP,
+    ),
+    Case(
+        name="two requests crossing, pools of two requests",
+        config=WorldConfig(
+            requests=two(2),
+            roles=BOTH,
+            core=HonestConfig(num_blocks=2),
+            max_attempts=2,
+            must_finish=frozenset({"r1", "r2"}),
+        ),
+    ),
+    Case(
+        name="two requests crossing, pools of one request, 3 attempts",
+        config=WorldConfig(
+            requests=two(2),
+            roles=BOTH,
+            core=HonestConfig(num_blocks=1),
+            max_attempts=3,
+            must_finish=frozenset({"r1"}),
+        ),
+        ends=FINISHES | GIVES_UP,
+        is_quick=False,
+    ),
+)
+
+#: Worlds too large to exhaust, walked through at random.
+WALKS = (
+    Case(
+        name="crossing with two faults and a cancel",
+        config=WorldConfig(
+            requests=two(3),
+            roles=BOTH,
+            core=HonestConfig(num_blocks=2, block_size=2, chunk_tokens=2),
+            max_attempts=6,
+            num_faults=2,
+            num_cancels=1,
+            fault_kinds=ALL_FAULTS,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled", "poison_request"},
+    ),
+    Case(
+        name="a link that cuts, duplicates, reorders and delays, layer by layer",
+        config=WorldConfig(
+            requests=two(4),
+            roles=(WorkerRole.PREFILL, WorkerRole.DECODE),
+            core=HonestConfig(
+                num_blocks=8,
+                block_size=2,
+                chunk_tokens=2,
+                num_layers=3,
+                has_page=True,
+                repairs=True,
+                fails_prefills=True,
+            ),
+            layers_per_group=2,
+            max_attempts=6,
+            num_faults=4,
+            num_cancels=1,
+            num_early_ticks=1,
+            fault_kinds=ALL_FAULTS | {"duplicate"},
+            reorders=frozenset({"R", "S", "A"}),
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled", "poison_request"},
+    ),
+)
+
+
+def _mutant(
+    mutation: str,
+    *,
+    requests: tuple[InferenceRequest, ...] | None = None,
+    roles: tuple[WorkerRole, ...] = (WorkerRole.PREFILL, WorkerRole.DECODE),
+    num_blocks: int = 4,
+    num_cancels: int = 0,
+    must_finish: frozenset[str] = frozenset({"r1"}),
+    reorders: frozenset[str] = frozenset(),
+) -> Case:
+    return Case(
+        name=mutation,
+        config=WorldConfig(
+            requests=requests or one(2),
+            roles=roles,
+            core=HonestConfig(num_blocks=num_blocks),
+            max_attempts=2,
+            num_cancels=num_cancels,
+            must_finish=must_finish,
+            reorders=reorders,
+            mutation=mutation,
+        ),
+    )
+
+
+MUTANTS = (
+    _mutant("no_parking"),
+    _mutant("no_tombstone", num_cancels=1, reorders=frozenset({"R"})),
+    _mutant("no_end_abort", num_cancels=1),
+    _mutant("decode_starts_at_token_2"),
+    _mutant("release_at_commit"),
+    _mutant("no_read_wait", num_cancels=1),
+    _mutant("younger_may_revoke", requests=two(2), roles=BOTH, num_blocks=1),
+)
+
+#: The same worlds without the mutation: right, so that it is the mutation that is found.
+UNMUTATED = tuple(
+    Case(
+        name=f"without {case.name}",
+        config=WorldConfig(
+            requests=case.config.requests,
+            roles=case.config.roles,
+            core=case.config.core,
+            max_attempts=2,
+            num_cancels=case.config.num_cancels,
+            must_finish=case.config.must_finish,
+            reorders=case.config.reorders,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+    )
+    for case in MUTANTS
+)
+
+
+def run_case(case: Case) -> tuple[Report, frozenset[str]]:
+    """Explore one case; returns the report and the ways in which requests ended."""
+    world = ProtocolWorld(case.config)
+    report = explore(world, stop_at_first=bool(case.config.mutation))
+    return report, frozenset(world.ends)
+
+
+def walk_case(case: Case, seeds: range) -> tuple[dict[str, list[str]], frozenset[str]]:
+    """Random runs of one case; returns the problems found, with the seed in front, and the ends."""
+    world = ProtocolWorld(case.config)
+    problems: dict[str, list[str]] = {}
+    for seed in seeds:
+        for problem, way in walk(world, seed).problems.items():
+            problems.setdefault(problem, [f"seed {seed}", *way])
+    return problems, frozenset(world.ends)
+
+
+def main() -> int:
+    """Run everything; 1 if anything is not as it should be."""
+    is_right = True
+    for case in (*CASES, *UNMUTATED):
+        began = time.perf_counter()
+        report, ends = run_case(case)
+        is_good = not report.problems and not report.has_cycle and ends <= case.ends
+        is_right = is_right and is_good
+        _say(is_good, case.name, f"{report}, ends {sorted(ends)}", began)
+        _say_ways(report.problems)
+    for case in MUTANTS:
+        began = time.perf_counter()
+        report, _ = run_case(case)
+        is_right = is_right and bool(report.problems)
+        _say(bool(report.problems), f"mutant {case.name}", str(report), began)
+    for case in WALKS:
+        began = time.perf_counter()
+        problems, ends = walk_case(case, range(NUM_WALKS))
+        is_good = not problems and ends <= case.ends
+        is_right = is_right and is_good
+        _say(is_good, f"{NUM_WALKS} walks, {case.name}", f"ends {sorted(ends)}", began)
+        _say_ways(problems)
+    return 0 if is_right else 1
+
+
+def _say(is_good: bool, name: str, what: str, began: float) -> None:
+    seconds = time.perf_counter() - began
+    sys.stdout.write(f"{'ok ' if is_good else 'BAD'} {name}: {what}, {seconds:.1f} s\n")
+    sys.stdout.flush()
+
+
+def _say_ways(problems: dict[str, list[str]]) -> None:
+    for problem, way in problems.items():
+        sys.stdout.write("\n        ".join([f"    {problem}", *way]) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
