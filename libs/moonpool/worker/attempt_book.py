@@ -61,6 +61,17 @@ class CommitTimes:
     first_token_unix_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """What goes with a report to a router."""
+
+    is_prefill_side: bool
+    spans: tuple[Span, ...] = ()
+
+
+_OF_DECODE = Reported(is_prefill_side=False)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Entry:
     attempt_id: AttemptId
@@ -113,11 +124,6 @@ class AttemptBook:
             has_source=isinstance(command, Decode) and command.has_source,
             received_ns=self._now_ns(),
         )
-
-    def is_prefill_side(self, attempt_id: AttemptId) -> bool:
-        """Which role this worker has in the attempt; False if it is not known."""
-        entry = self._entries.get(attempt_id)
-        return entry is not None and entry.is_prefill_side
 
     def traceparent(self, attempt_id: AttemptId) -> str:
         entry = self._entries.get(attempt_id)
@@ -198,26 +204,26 @@ class AttemptBook:
         """Forget the attempt."""
         self._entries.pop(attempt_id, None)
 
-    def report_spans(self, message: WorkerMessage) -> tuple[Span, ...]:
-        """The attempt's spans if `message` is the last that this worker says about it.
+    def reported(self, message: WorkerMessage) -> Reported:
+        """What goes with a report: the role that made it, and the attempt's spans if it is the last.
 
-        A decode side's entry ends here; a prefill side's stays for its Commit, until `end`.
+        A decode side's entry ends with its last report; a prefill side's stays for its Commit, until
+        `end`.
         """
         entry = self._entries.get(message.attempt_id)
         if entry is None:
-            return ()
-        is_last = (
-            isinstance(message, Refused | HandedBack)
-            or entry.is_prefill_side
-            or message.run.finish_reason is not None
-        )
-        if not is_last:
-            return ()
-        if not entry.is_prefill_side or isinstance(message, Refused):
+            return _OF_DECODE
+        is_ended = not isinstance(message, TokensReady) or message.run.finish_reason is not None
+        if entry.is_prefill_side:
+            if isinstance(message, Refused):
+                del self._entries[message.attempt_id]
+        elif is_ended:
             del self._entries[message.attempt_id]
-        outcome = _outcome(message)
+        else:
+            return _OF_DECODE
         parent = SpanContext.parse(entry.traceparent)
-        return tuple(self._spans(entry, parent, outcome)) if parent is not None else ()
+        spans = tuple(self._spans(entry, parent, _outcome(message))) if parent is not None else ()
+        return Reported(is_prefill_side=entry.is_prefill_side, spans=spans)
 
     def _spans(self, entry: _Entry, parent: SpanContext, outcome: str) -> Iterator[Span]:
         end_ns = self._now_ns()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moonpool.core.protocol import BlockLedger
 
@@ -19,4 +19,8 @@ class Load:
 
     def differs_from(self, other: Load) -> bool:
         """True if a router would place differently; the step's age alone is no news."""
-        return replace(self, step_age_ms=0) != replace(other, step_age_ms=0)
+        return (
+            self.ledger != other.ledger
+            or self.num_queued_tokens != other.num_queued_tokens
+            or self.is_draining != other.is_draining
+        )

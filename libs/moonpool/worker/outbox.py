@@ -8,18 +8,11 @@ frame tokens come before the end of their attempt, whatever the order of the lis
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from moonpool.core.protocol import HandedBack, Refused, TokensReady
 from moonpool.handoff.messages import WorkerMessage
 from moonpool.ids import AttemptId
 from moonpool.wire.spans import Span
-
-
-class _RunKey(NamedTuple):
-    attempt_id: AttemptId
-    choice: int
-    is_prefill_side: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,39 +35,42 @@ class RouterOutbox:
     """One router's. Owned by the loop; the session sends what `take` gives."""
 
     def __init__(self) -> None:
-        self._tokens: dict[_RunKey, TokensReady] = {}
+        #: By attempt, choice and side: one run of tokens that have not left.
+        self._tokens: dict[tuple[AttemptId, int, bool], Report] = {}
         self._ends: list[Report] = []
         self._spans: list[Span] = []
 
     def __bool__(self) -> bool:
         return bool(self._tokens or self._ends or self._spans)
 
-    def add(self, message: WorkerMessage, *, is_prefill_side: bool) -> None:
+    def add(
+        self, message: WorkerMessage, *, is_prefill_side: bool, spans: tuple[Span, ...] = ()
+    ) -> None:
+        """Take a report, and spans that leave with it."""
+        self._spans += spans
         if not isinstance(message, TokensReady):
             assert isinstance(message, Refused | HandedBack), message
             self._ends.append(Report(message=message, is_prefill_side=is_prefill_side))
             return
-        key = _RunKey(message.attempt_id, message.run.choice, is_prefill_side)
+        key = (message.attempt_id, message.run.choice, is_prefill_side)
         earlier = self._tokens.get(key)
-        self._tokens[key] = message if earlier is None else _joined(earlier, message)
-
-    def add_spans(self, spans: tuple[Span, ...]) -> None:
-        self._spans += spans
+        if earlier is not None:
+            message = _joined(earlier.message, message)
+        self._tokens[key] = Report(message=message, is_prefill_side=is_prefill_side)
 
     def take(self) -> OutboxContent:
         """Everything, which is then gone from here."""
-        reports = [
-            Report(message=tokens, is_prefill_side=key.is_prefill_side)
-            for key, tokens in self._tokens.items()
-        ]
-        content = OutboxContent(reports=(*reports, *self._ends), spans=tuple(self._spans))
+        content = OutboxContent(
+            reports=(*self._tokens.values(), *self._ends), spans=tuple(self._spans)
+        )
         self._tokens.clear()
         self._ends.clear()
         self._spans.clear()
         return content
 
 
-def _joined(earlier: TokensReady, later: TokensReady) -> TokensReady:
+def _joined(earlier: WorkerMessage, later: TokensReady) -> TokensReady:
+    assert isinstance(earlier, TokensReady), earlier
     first, second = earlier.run, later.run
     assert first.end_position == second.first_position, (earlier, later)
     run = replace(

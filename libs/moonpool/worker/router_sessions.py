@@ -89,8 +89,7 @@ class RouterSessions:
         """Tell a router; dropped if its stream is gone."""
         session = self._sessions.get(router)
         if session is not None:
-            session.outbox.add(message, is_prefill_side=is_prefill_side)
-            session.outbox.add_spans(spans)
+            session.outbox.add(message, is_prefill_side=is_prefill_side, spans=spans)
             session.wakeup.set()
 
     def load_changed(self) -> None:

@@ -70,6 +70,8 @@ log = structlog.get_logger("moonpool.worker")
 
 #: `wait_quiet` looks again this often: the service's own counts change without a frame.
 _QUIET_POLL_S = 0.05
+#: Gauges are set at most this often; a scrape is rarer.
+_GAUGE_INTERVAL_S = 0.25
 
 
 class WorkerShell:
@@ -104,6 +106,8 @@ class WorkerShell:
         self._peers = peers
         self._metrics = metrics
         self._failpoints = failpoints
+        self._clock = clock
+        self._gauges_due_at = 0.0
         self._is_draining = False
         self._ledger = BlockLedger(
             num_total=memory.layout.num_blocks,
@@ -239,12 +243,15 @@ class WorkerShell:
 
     def _observe(self, timed: TimedFrame) -> None:
         metrics, frame, ledger = self._metrics, timed.frame, timed.frame.ledger
-        for state, number in (
-            ("free", ledger.num_free),
-            ("cached", ledger.num_cached),
-            ("active", ledger.num_referenced),
-        ):
-            metrics.set(names.KV_BLOCKS, number, tier="device", state=state)
+        now = self._clock.now()
+        if now >= self._gauges_due_at:
+            self._gauges_due_at = now + _GAUGE_INTERVAL_S
+            for state, number in (
+                ("free", ledger.num_free),
+                ("cached", ledger.num_cached),
+                ("active", ledger.num_referenced),
+            ):
+                metrics.set(names.KV_BLOCKS, number, tier="device", state=state)
         if frame.num_step_tokens:
             metrics.count(names.STEP_TOKENS, frame.num_step_tokens)
             metrics.observe(names.STEP, frame.forward_s, part="forward")
@@ -271,10 +278,10 @@ class WorkerShell:
 
     def _perform(self, effect: HandoffEffect) -> None:
         match effect:
-            case SendCommand(command=command):
-                self._command(command)
             case SendToRouter():
                 self._report(effect)
+            case SendCommand(command=command):
+                self._command(command)
             case SendOnStream(stream_id=stream_id, message=message):
                 self.streams.send(stream_id, message)
             case EndStream(stream_id=stream_id):
@@ -299,19 +306,19 @@ class WorkerShell:
 
     def _report(self, effect: SendToRouter) -> None:
         message = effect.message
-        is_prefill_side = self._book.is_prefill_side(message.attempt_id)
+        reported = self._book.reported(message)
         self.sessions.report(
             effect.router,
             message,
-            is_prefill_side=is_prefill_side,
-            spans=self._book.report_spans(message),
+            is_prefill_side=reported.is_prefill_side,
+            spans=reported.spans,
         )
         match message:
+            case TokensReady(run=run):
+                if not reported.is_prefill_side:
+                    self._failpoints.hit("decode.after_token", run.end_position - 1)
             case Refused(reason=reason):
                 self._metrics.count(names.REFUSED_ATTEMPTS, reason=reason.value)
             case HandedBack(reason=back):
                 self._metrics.count(names.HANDED_BACK, reason=back.value)
                 log.info("worker.handed_back", attempt=str(message.attempt_id), why=back.value)
-            case TokensReady(run=run):
-                if not is_prefill_side:
-                    self._failpoints.hit("decode.after_token", run.end_position - 1)
