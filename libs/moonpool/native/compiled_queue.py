@@ -24,7 +24,6 @@ from moonpool.native.geometry import (
     Int64Array,
     LeafCheckArray,
     LeafGeometry,
-    stream_starts,
 )
 from moonpool.native.kernels import CopyRoute, CopyStream, CopyTicket
 
@@ -111,12 +110,12 @@ class CompiledCopyQueue:
         target: ByteArray,
         geometry: LeafGeometry,
         spans: Int64Array,
+        starts: Int64Array,
         checks: LeafCheckArray,
         done_at: Int64Array,
     ) -> CopyStream:
         if not target.flags.writeable:
             raise ValueError("the target is read-only")
-        starts = stream_starts(spans)
         is_bad = np.zeros(len(checks), np.bool_)
         handle = StreamStruct(
             address_of(target, np.uint8),

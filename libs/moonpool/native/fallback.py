@@ -25,7 +25,6 @@ from moonpool.native.geometry import (
     LeafCheckArray,
     LeafGeometry,
     RangeError,
-    stream_starts,
 )
 from moonpool.native.kernels import (
     ControlPage,
@@ -233,6 +232,7 @@ class FallbackCopyQueue:
         target: ByteArray,
         geometry: LeafGeometry,
         spans: Int64Array,
+        starts: Int64Array,
         checks: LeafCheckArray,
         done_at: Int64Array,
     ) -> CopyStream:
@@ -240,7 +240,7 @@ class FallbackCopyQueue:
             target=target,
             geometry=geometry,
             spans=spans,
-            starts=stream_starts(spans),
+            starts=starts,
             checks=checks,
             done_at=done_at,
             is_bad=np.zeros(len(checks), np.bool_),

@@ -118,9 +118,3 @@ def leaf_checks(
     for name, column in (*columns, ("after_span", after_span)):
         checks[name] = column
     return checks
-
-
-def stream_starts(spans: Int64Array) -> Int64Array:
-    """int64[n]: where each span begins when the bytes of all spans come one after another."""
-    ends = np.cumsum(spans[:, 2])
-    return ends - spans[:, 2]

@@ -143,10 +143,11 @@ class CopyQueue(Protocol):
         target: ByteArray,
         geometry: LeafGeometry,
         spans: Int64Array,
+        starts: Int64Array,
         checks: LeafCheckArray,
         done_at: Int64Array,
     ) -> CopyStream:
-        """Prepare a stream; `checks` are in order of `done_at`."""
+        """Prepare a stream from its parts as CopyStream names them."""
         ...
 
     def feed(self, stream: CopyStream, begin: int, part: ByteArray) -> CopyTicket:

@@ -124,10 +124,15 @@ class Copier:
         return self._job(self._queue.submit(route, spans, checks), on_finished)
 
     def stream(
-        self, target: LocalPool, spans: Int64Array, checks: LeafCheckArray, done_at: Int64Array
+        self,
+        target: LocalPool,
+        spans: Int64Array,
+        starts: Int64Array,
+        checks: LeafCheckArray,
+        done_at: Int64Array,
     ) -> CopyStream:
-        """A read whose bytes will be fed in parts; `checks` are in order of `done_at`."""
-        return self._queue.stream(target.bytes, target.geometry, spans, checks, done_at)
+        """A read whose bytes will be fed in parts; see native.CopyStream for the arrays."""
+        return self._queue.stream(target.bytes, target.geometry, spans, starts, checks, done_at)
 
     def feed(
         self,

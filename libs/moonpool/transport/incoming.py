@@ -13,7 +13,6 @@ import numpy as np
 
 from moonpool.errors import TransferError
 from moonpool.native import LeafCheckArray, RangeError
-from moonpool.native.geometry import stream_starts
 from moonpool.transport.base import ByteArray, Int64Array, KvRead, LocalPool
 from moonpool.transport.copier import Copier, CopyCancelledError, CopyJob
 
@@ -30,9 +29,12 @@ class IncomingRead:
     ) -> None:
         self._copier = copier
         self._on_consumed = on_consumed
-        checks, self._order, done_at = _in_order_of_arrival(read, pool)
-        self._stream = copier.stream(pool, read.spans, checks, done_at)
-        self.num_bytes = read.num_bytes
+        lengths = read.spans[:, 2]
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        checks, self._order, done_at = _in_order_of_arrival(read, starts, pool)
+        self._stream = copier.stream(pool, read.spans, starts, checks, done_at)
+        self.num_bytes = int(ends[-1]) if len(ends) else 0
         #: Bytes that have not come yet.
         self.num_missing = self.num_bytes
         self._size_by_job: dict[CopyJob, int] = {}
@@ -43,8 +45,8 @@ class IncomingRead:
     @property
     def bad_checks(self) -> Int64Array:
         """Positions in the KvRead's checks whose copy does not match. Only when `done`."""
-        positions: Int64Array = self._order[self._stream.is_bad]
-        return positions
+        bad = np.flatnonzero(self._stream.is_bad)
+        return bad if self._order is None else self._order[bad]
 
     def accept(self, part: ByteArray) -> None:
         """The next bytes, uint8[at most num_missing]; kept until they are copied."""
@@ -91,15 +93,22 @@ class IncomingRead:
 
 
 def _in_order_of_arrival(
-    read: KvRead, pool: LocalPool
-) -> tuple[LeafCheckArray, Int64Array, Int64Array]:
-    """The checks sorted by how much of the stream completes each; their positions; that number."""
+    read: KvRead, starts: Int64Array, pool: LocalPool
+) -> tuple[LeafCheckArray, Int64Array | None, Int64Array]:
+    """The checks sorted by how much of the stream completes each, and that number.
+
+    Between them: their positions in `read.checks`, or None if they are in that order already.
+    """
     after = read.checks["after_span"]
-    if not len(after) or not len(read.spans):
-        return read.checks, np.arange(len(after)), np.zeros(len(after), np.int64)
+    if not len(after) or not len(starts):
+        return read.checks, None, np.zeros(len(after), np.int64)
     spans = read.spans[after]
     leaf_ends = pool.geometry.leaf_ends(read.checks["block"], read.checks["layer"])
     within = np.maximum(np.minimum(leaf_ends - spans[:, 1], spans[:, 2]), 0)
-    done_at = np.where(after < 0, 0, stream_starts(read.spans)[after] + within)
+    done_at: Int64Array = starts[after] + within
+    if after[0] < 0:
+        done_at[after < 0] = 0
+    if (done_at[1:] >= done_at[:-1]).all():
+        return read.checks, None, done_at
     order = np.argsort(done_at, kind="stable")
     return read.checks[order], order, done_at[order]
