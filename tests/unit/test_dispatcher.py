@@ -1,0 +1,443 @@
+"""The router's request machine: events in, the whole list of effects out (placement records apart)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from moonpool.core.protocol import (
+    HandBackReason,
+    HandedBack,
+    Refused,
+    RefuseReason,
+    TokensReady,
+)
+from moonpool.dispatch.config import DispatchConfig
+from moonpool.dispatch.dispatcher import Dispatcher
+from moonpool.dispatch.effects import (
+    DispatchEffect,
+    EmitTokens,
+    EndRequest,
+    Placed,
+    SendAbort,
+    SendDecode,
+    SendPrefill,
+    Usage,
+)
+from moonpool.dispatch.events import (
+    DispatchEvent,
+    DrainRequested,
+    LoadReported,
+    RequestArrived,
+    RequestCancelled,
+    RequestStopped,
+    WorkerJoined,
+    WorkerLost,
+    WorkerMessageReceived,
+)
+from moonpool.handoff.messages import (
+    AbortRequest,
+    DecodeRequest,
+    PrefillRequest,
+    SourceRef,
+    WorkerMessage,
+)
+from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
+from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.inference.request import InferenceRequest
+from moonpool.routing.disagg_decider import DisaggConfig
+from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
+from support.requests import make_request
+
+CONFIG = DispatchConfig(disagg=DisaggConfig(threshold_tokens=4, busy_threshold_tokens=4))
+IDLE = WorkerLoad(num_total_blocks=100, num_available_blocks=100)
+
+
+def key(name: str, incarnation: int = 1) -> WorkerKey:
+    return WorkerKey(WorkerId(name), Incarnation(str(incarnation)))
+
+
+P, P2, D, D2 = key("p"), key("p2"), key("d"), key("d2")
+ROLES = {P: WorkerRole.PREFILL, P2: WorkerRole.PREFILL, D: WorkerRole.DECODE, D2: WorkerRole.DECODE}
+A = make_request("a", prompt=10, max_tokens=4, arrival=1.0)
+
+
+def attempt(number: int = 1, request_id: str = "a") -> AttemptId:
+    return AttemptId(RequestId(request_id), number)
+
+
+class Router:
+    """The machine, checked after every event."""
+
+    def __init__(self, *workers: WorkerKey, config: DispatchConfig = CONFIG) -> None:
+        self.machine = Dispatcher(config)
+        self.now = 0.0
+        self.placements: list[Placed] = []
+        for worker in workers:
+            self.join(worker)
+
+    def __call__(self, event: DispatchEvent) -> list[DispatchEffect]:
+        return self._seen(self.machine.handle(event, self.now))
+
+    def at(self, now: float) -> list[DispatchEffect]:
+        self.now = now
+        return self._seen(self.machine.tick(now))
+
+    def _seen(self, effects: list[DispatchEffect]) -> list[DispatchEffect]:
+        self.machine.validate()
+        self.placements += [effect for effect in effects if isinstance(effect, Placed)]
+        return [effect for effect in effects if not isinstance(effect, Placed)]
+
+    def join(self, worker: WorkerKey, load: WorkerLoad = IDLE) -> list[DispatchEffect]:
+        role = ROLES.get(worker, WorkerRole.DECODE)
+        info = WorkerInfo(key=worker, role=role, address=f"{worker.worker_id}:1", block_size=4)
+        return self(WorkerJoined(info=info)) + self.load(worker, load)
+
+    def load(self, worker: WorkerKey, load: WorkerLoad = IDLE) -> list[DispatchEffect]:
+        return self(LoadReported(key=worker, load=load))
+
+    def arrive(
+        self, request: InferenceRequest = A, deadline_s: float = 60.0
+    ) -> list[DispatchEffect]:
+        return self(RequestArrived(request=request, deadline_s=deadline_s))
+
+    def hear(self, worker: WorkerKey, message: WorkerMessage) -> list[DispatchEffect]:
+        return self(WorkerMessageReceived(key=worker, message=message))
+
+    def tokens(
+        self,
+        worker: WorkerKey,
+        first_position: int,
+        *token_ids: int,
+        number: int = 1,
+        finish_reason: FinishReason | None = None,
+        num_cached_tokens: int | None = None,
+    ) -> list[DispatchEffect]:
+        run = TokenRun(
+            first_position=first_position, token_ids=token_ids, finish_reason=finish_reason
+        )
+        message = TokensReady(
+            attempt_id=attempt(number), run=run, num_cached_tokens=num_cached_tokens
+        )
+        return self.hear(worker, message)
+
+    def refuse(
+        self, worker: WorkerKey, reason: RefuseReason = RefuseReason.NO_BLOCKS, number: int = 1
+    ) -> list[DispatchEffect]:
+        return self.hear(worker, Refused(attempt_id=attempt(number), reason=reason))
+
+    def hand_back(
+        self, worker: WorkerKey, reason: HandBackReason, number: int = 1
+    ) -> list[DispatchEffect]:
+        return self.hear(worker, HandedBack(attempt_id=attempt(number), reason=reason))
+
+
+def sent(
+    number: int = 1,
+    *,
+    prefill: WorkerKey | None = P,
+    decode: WorkerKey = D,
+    request: InferenceRequest = A,
+    deadline_s: float = 60.0,
+) -> list[DispatchEffect]:
+    """The messages of one placement."""
+    source = None
+    effects: list[DispatchEffect] = []
+    if prefill is not None:
+        source = SourceRef(key=prefill, address=f"{prefill.worker_id}:1")
+        message = PrefillRequest(request=request, attempt=number, deadline_s=deadline_s)
+        effects.append(SendPrefill(key=prefill, message=message))
+    decode_message = DecodeRequest(
+        request=request, attempt=number, source=source, deadline_s=deadline_s
+    )
+    return [*effects, SendDecode(key=decode, message=decode_message)]
+
+
+def abort(worker: WorkerKey, number: int = 1) -> SendAbort:
+    return SendAbort(key=worker, message=AbortRequest(attempt_id=attempt(number)))
+
+
+def emit(
+    first_position: int, *token_ids: int, finish_reason: FinishReason | None = None
+) -> EmitTokens:
+    run = TokenRun(first_position=first_position, token_ids=token_ids, finish_reason=finish_reason)
+    return EmitTokens(request_id=RequestId("a"), run=run)
+
+
+def ended(
+    num_output_tokens: int,
+    finish_reason: FinishReason | None = FinishReason.LENGTH,
+    *,
+    error_code: str | None = None,
+    num_cached_tokens: int = 0,
+    num_attempts: int = 1,
+    num_failures: int = 0,
+) -> EndRequest:
+    usage = Usage(
+        num_prompt_tokens=10,
+        num_output_tokens=num_output_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_attempts=num_attempts,
+        num_failures=num_failures,
+    )
+    return EndRequest(
+        request_id=RequestId("a"), finish_reason=finish_reason, usage=usage, error_code=error_code
+    )
+
+
+@pytest.fixture
+def r() -> Iterator[Router]:
+    router = Router(P, D)
+    yield router
+    router.machine.validate()
+
+
+def test_the_life_of_a_request(r: Router) -> None:
+    assert r.arrive() == sent()
+    assert r.tokens(P, 0, 50, num_cached_tokens=8) == [emit(0, 50)]
+    assert r.tokens(D, 0, 50, num_cached_tokens=8) == []
+    assert r.tokens(D, 1, 51, 52) == [emit(1, 51, 52)]
+    assert r.tokens(D, 3, 53, finish_reason=FinishReason.LENGTH) == [
+        emit(3, 53, finish_reason=FinishReason.LENGTH),
+        ended(4, num_cached_tokens=8),
+        abort(P),
+    ]
+    assert r.machine.num_requests == 0
+
+
+def test_the_decode_workers_frames_alone_are_complete(r: Router) -> None:
+    r.arrive()
+    assert r.tokens(D, 0, 50) == [emit(0, 50)]
+    assert r.tokens(P, 0, 50) == []
+
+
+def test_a_finish_in_the_prefill_workers_frame_counts(r: Router) -> None:
+    r.arrive()
+    assert r.tokens(P, 0, 50, finish_reason=FinishReason.STOP) == [
+        emit(0, 50, finish_reason=FinishReason.STOP),
+        ended(1, FinishReason.STOP),
+        abort(P),
+        abort(D),
+    ]
+
+
+def test_no_more_tokens_than_asked_for(r: Router) -> None:
+    r.arrive()
+    assert r.tokens(D, 0, 50, 51, 52, 53, 54, 55) == [
+        emit(0, 50, 51, 52, 53, finish_reason=FinishReason.LENGTH),
+        ended(4),
+        abort(P),
+        abort(D),
+    ]
+
+
+def test_a_short_prompt_is_prefilled_where_it_is_decoded(r: Router) -> None:
+    short = replace(A, prompt_token_ids=(1, 2, 3, 4))
+    assert r.arrive(short) == sent(prefill=None, request=short)
+
+
+def test_a_request_waits_for_workers_in_order_of_arrival() -> None:
+    r = Router()
+    younger = make_request("b", prompt=3, arrival=2.0)
+    assert r.arrive(younger) == []
+    assert r.arrive() == []
+    assert r.machine.num_queued == 2
+    first, second = r.join(D)
+    assert isinstance(first, SendDecode)
+    assert isinstance(second, SendDecode)
+    assert [first.message.request.request_id, second.message.request.request_id] == ["a", "b"]
+
+
+def test_a_refusal_costs_an_attempt_number_and_no_failure() -> None:
+    r = Router(P, D, D2)
+    r.arrive()
+    assert r.refuse(D) == [abort(P), *sent(2, decode=D2)]
+    assert r.refuse(D) == []
+    assert r.tokens(D2, 0, 50, number=2) == [emit(0, 50)]
+
+
+def test_a_refused_request_waits_for_a_frame_that_shows_room(r: Router) -> None:
+    full = WorkerLoad(num_total_blocks=100, num_available_blocks=5, num_requests=3)
+    r.arrive()
+    assert r.refuse(D) == [abort(P)]
+    assert r.load(D, full) == []
+    assert r.load(D, full) == []
+    assert r.load(D, replace(full, num_available_blocks=6)) == sent(2)
+
+
+def test_a_refused_request_is_tried_again_after_a_while(r: Router) -> None:
+    r.arrive()
+    r.refuse(D)
+    assert r.machine.next_wakeup(0.0) == 1.0
+    assert r.at(1.0) == sent(2, deadline_s=59.0)
+
+
+def test_a_full_prefill_worker_is_not_the_end(r: Router) -> None:
+    r.arrive()
+    assert r.refuse(P, RefuseReason.QUEUE_FULL) == [abort(D)]
+    assert r.join(P2) == sent(2, prefill=P2)
+
+
+def test_what_fits_nowhere_is_refused_for_good(r: Router) -> None:
+    r.arrive()
+    code = "prompt_too_large_for_deployment"
+    assert r.refuse(D, RefuseReason.NEVER_FITS) == [abort(P), ended(0, None, error_code=code)]
+
+
+def test_a_lost_decode_worker_is_replaced_with_what_was_emitted() -> None:
+    r = Router(P, D, D2)
+    r.arrive()
+    r.tokens(D, 0, 50, 51)
+    replay = replace(A, emitted_token_ids=(50, 51))
+    assert r(WorkerLost(key=D)) == [abort(P), *sent(2, decode=D2, request=replay)]
+    assert r.tokens(D, 2, 52) == []
+    assert r.tokens(D2, 2, 52, number=2) == [emit(2, 52)]
+    r.hear(D2, HandedBack(attempt_id=attempt(2), reason=HandBackReason.PREEMPTED))
+    assert r(RequestCancelled(request_id=RequestId("a")))[-1] == ended(
+        3, None, error_code="cancelled", num_attempts=2, num_failures=1
+    )
+
+
+def test_the_decode_worker_decides_about_a_lost_prefill_worker() -> None:
+    r = Router(P, P2, D)
+    r.arrive()
+    assert r(WorkerLost(key=P)) == []
+    assert r.hand_back(D, HandBackReason.SOURCE_LOST) == sent(2, prefill=P2)
+
+
+def test_three_failures_end_a_request(r: Router) -> None:
+    r.arrive()
+    assert r.hand_back(D, HandBackReason.SOURCE_LOST) == [abort(P), *sent(2)]
+    assert r.hand_back(D, HandBackReason.TOO_LONG_TO_REPAIR, 2) == [abort(P, 2), *sent(3)]
+    assert r.hand_back(D, HandBackReason.SOURCE_LOST, 3) == [
+        ended(0, None, error_code="worker_lost", num_attempts=3, num_failures=3),
+        abort(P, 3),
+    ]
+
+
+def test_a_request_that_two_workers_died_of_is_poison() -> None:
+    r = Router(P, D, D2)
+    r.arrive()
+    r(WorkerLost(key=D))
+    assert r(WorkerLost(key=D2)) == [
+        ended(0, None, error_code="poison_request", num_attempts=2, num_failures=1),
+        abort(P, 2),
+    ]
+
+
+def test_a_failed_source_is_avoided_for_five_seconds() -> None:
+    r = Router(P, P2, D)
+    r.arrive()
+    assert r.hand_back(D, HandBackReason.SOURCE_LOST) == [abort(P), *sent(2, prefill=P2)]
+    assert r.hand_back(D, HandBackReason.REVOKED, 2) == [abort(P2, 2)]
+    r.now = 5.0
+    assert r.load(D)[-1:] == sent(3, prefill=P, deadline_s=55.0)[-1:]
+
+
+def test_a_contradiction_of_what_the_client_has_starts_anew(r: Router) -> None:
+    r.arrive()
+    r.tokens(P, 0, 50)
+    replay = replace(A, emitted_token_ids=(50,))
+    assert r.tokens(D, 0, 60) == [abort(P), abort(D), *sent(2, request=replay)]
+
+
+def test_a_gap_starts_anew(r: Router) -> None:
+    r.arrive()
+    assert r.tokens(D, 1, 51) == [abort(P), abort(D), *sent(2)]
+
+
+def test_a_cancelled_request_is_aborted_everywhere(r: Router) -> None:
+    r.arrive()
+    assert r(RequestCancelled(request_id=RequestId("a"))) == [
+        ended(0, None, error_code="cancelled"),
+        abort(P),
+        abort(D),
+    ]
+    assert r(RequestCancelled(request_id=RequestId("a"))) == []
+    assert r.tokens(D, 0, 50) == []
+
+
+def test_a_stop_string_ends_the_answer_where_it_was_found(r: Router) -> None:
+    r.arrive()
+    r.tokens(D, 0, 50, 51, 52)
+    assert r(RequestStopped(request_id=RequestId("a"), num_output_tokens=2)) == [
+        ended(2, FinishReason.STOP),
+        abort(P),
+        abort(D),
+    ]
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_deadline_ends_a_request(is_queued: bool) -> None:
+    r = Router() if is_queued else Router(P, D)
+    r.arrive(deadline_s=7.0)
+    assert r.machine.next_wakeup(0.0) == 7.0
+    assert r.at(6.9) == []
+    end = ended(0, None, error_code="deadline_exceeded", num_attempts=0 if is_queued else 1)
+    assert r.at(7.0) == [end, *([] if is_queued else [abort(P), abort(D)])]
+    assert r.machine.next_wakeup(7.0) is None
+
+
+def test_output_that_is_not_finite_is_our_fault(r: Router) -> None:
+    r.arrive()
+    assert r.tokens(P, 0, finish_reason=FinishReason.INVALID_OUTPUT) == [
+        ended(0, None, error_code="model_output_invalid"),
+        abort(P),
+        abort(D),
+    ]
+
+
+def test_a_draining_router_takes_nothing_new(r: Router) -> None:
+    r.arrive()
+    assert r(DrainRequested()) == []
+    other = make_request("b", prompt=10)
+    (end,) = r.arrive(other)
+    assert isinstance(end, EndRequest)
+    assert end.error_code == "draining"
+    assert r.tokens(D, 0, 50) == [emit(0, 50)]
+
+
+def test_a_full_queue_refuses() -> None:
+    r = Router(config=replace(CONFIG, max_queued_requests=1))
+    r.arrive()
+    (end,) = r.arrive(make_request("b", prompt=10))
+    assert isinstance(end, EndRequest)
+    assert end.error_code == "server_overloaded"
+
+
+def test_a_cluster_that_always_refuses_is_not_asked_for_ever() -> None:
+    r = Router(P, D, config=replace(CONFIG, max_attempts=2))
+    r.arrive()
+    r.refuse(D)
+    assert r.load(D) == sent(2)
+    assert r.refuse(D, number=2) == [
+        abort(P, 2),
+        ended(0, None, error_code="server_overloaded", num_attempts=2),
+    ]
+
+
+def test_load_spreads_over_workers_between_two_reports() -> None:
+    r = Router(P, P2, D, D2)
+    r.arrive()
+    assert [effect.key for effect in r.arrive(make_request("b", prompt=10, arrival=2.0))] == [
+        P2,
+        D2,
+    ]
+    record = r.placements[-1].placement
+    assert record.decode.key == D2
+    assert [candidate.score for candidate in record.decode.candidates] == [1.03, 0.0]
+    assert record.decision.num_uncached_tokens == 10
+    assert record.prefill is not None
+    assert [candidate.score for candidate in record.prefill.candidates] == [10.0, 0.0]
+
+
+def test_a_fork_lives_on_its_own(r: Router) -> None:
+    r.arrive()
+    fork = r.machine.fork()
+    assert fork.key() == r.machine.key()
+    fork.handle(RequestCancelled(request_id=RequestId("a")), 0.0)
+    fork.validate()
+    assert fork.key() != r.machine.key()
+    assert r.tokens(D, 0, 50) == [emit(0, 50)]
