@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from moonpool.core.config import CoreConfig
 from moonpool.inference.request import InferenceRequest
 from moonpool.routing.worker_view import WorkerRole
 from support.explorer import Report, explore, walk
@@ -52,6 +53,20 @@ REFUSING = HonestConfig(num_blocks=4, refuses_at_will=True)
 REPAIRING = HonestConfig(num_blocks=4, repairs=True, fails_prefills=True)
 #: Two blocks, two chunks, two layers: reads overlap with computing.
 LAYERED = HonestConfig(num_blocks=4, block_size=2, chunk_tokens=2, num_layers=2, has_page=True)
+
+
+def product_core(num_blocks: int) -> CoreConfig:
+    """A request of 3 + 2 tokens needs one block."""
+    return CoreConfig(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        max_model_len=8,
+        local_prefill_tokens=0,
+        headroom_tokens=0,
+    )
+
 
 CASES = (
     Case(
@@ -143,11 +158,24 @@ CASES = (
             core=SMALL,
             max_attempts=2,
             num_faults=1,
+            fault_kinds=frozenset({"duplicate"}),
+            reorders=frozenset({"R", "S", "A"}),
+        ),
+        ends=FINISHES | GIVES_UP,
+    ),
+    Case(
+        name="one request, messages overtake each other and come twice, cuts, cancel",
+        config=WorldConfig(
+            requests=one(2),
+            core=SMALL,
+            max_attempts=2,
+            num_faults=1,
             num_cancels=1,
             fault_kinds=frozenset({"duplicate", "cut_router"}),
             reorders=frozenset({"R", "S", "A"}),
         ),
         ends=FINISHES | GIVES_UP | {"cancelled"},
+        is_quick=False,
     ),
     Case(
         name="two requests crossing, pools of one request",
@@ -169,6 +197,39 @@ CASES = (
             max_attempts=2,
             must_finish=frozenset({"r1", "r2"}),
         ),
+    ),
+    Case(
+        name="two requests crossing, the product's core, pools of one request",
+        config=WorldConfig(
+            requests=two(2),
+            roles=BOTH,
+            core=product_core(1),
+            max_attempts=2,
+            must_finish=frozenset({"r1"}),
+        ),
+        ends=FINISHES | GIVES_UP,
+    ),
+    Case(
+        name="two requests crossing, the product's core, pools of two requests",
+        config=WorldConfig(
+            requests=two(2),
+            roles=BOTH,
+            core=product_core(2),
+            max_attempts=2,
+            must_finish=frozenset({"r1", "r2"}),
+        ),
+    ),
+    Case(
+        name="one request, the product's core, every fault, cancel",
+        config=WorldConfig(
+            requests=one(2),
+            core=product_core(4),
+            max_attempts=2,
+            num_faults=1,
+            num_cancels=1,
+            fault_kinds=ALL_FAULTS,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
     ),
     Case(
         name="two requests crossing, pools of one request, 3 attempts",
@@ -277,6 +338,7 @@ UNMUTATED = tuple(
         ends=FINISHES | GIVES_UP | {"cancelled"},
     )
     for case in MUTANTS
+    if case.config.mutation != "younger_may_revoke"  # this one is among CASES
 )
 
 

@@ -8,7 +8,9 @@ lost, doubled or foreign token shows.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from moonpool.core.protocol import (
     Abort,
@@ -97,12 +99,42 @@ class Job:
         )
 
 
+class WorldCore(Protocol):
+    """What a world needs of a core: a value that commands and moves turn into others."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """It holds nothing and works on nothing."""
+        ...
+
+    @property
+    def is_settled(self) -> bool:
+        """It has acted on every command, and nothing that it began before is under way."""
+        ...
+
+    def key(self) -> Hashable: ...
+
+    def validate(self) -> None: ...
+
+    def holder(self, block_id: BlockId) -> AttemptId | None:
+        """The attempt that holds a block."""
+        ...
+
+    def handle(self, command: Command) -> list[Turn]:
+        """Every way in which it may take this command."""
+        ...
+
+    def moves(self) -> list[Turn]:
+        """Every step that it may make now."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One thing that a core may do: what it is then, what it says, what its control page shows."""
 
     label: str
-    core: HonestCore
+    core: WorldCore
     #: Frames, each (step, replies).
     frames: tuple[tuple[int, tuple[Reply, ...]], ...] = ()
     page: tuple[int, int] | None = None
@@ -121,7 +153,13 @@ class HonestCore:
 
     @property
     def is_quiet(self) -> bool:
+        """It holds nothing and works on nothing."""
         return not self.jobs
+
+    @property
+    def is_settled(self) -> bool:
+        """It acts on commands at once."""
+        return True
 
     @property
     def num_free(self) -> int:
@@ -134,6 +172,7 @@ class HonestCore:
         assert len({(j.attempt_id, j.status[0]) for j in self.jobs}) == len(self.jobs), self.jobs
 
     def holder(self, block_id: BlockId) -> AttemptId | None:
+        """The attempt that holds a block."""
         return next((job.attempt_id for job in self.jobs if block_id in job.block_ids), None)
 
     # -- commands --

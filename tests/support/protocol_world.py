@@ -1,7 +1,8 @@
 """The handoff protocol as a world to explore: the product's own machines joined by channels.
 
-One router (Dispatcher), some workers (WorkerHandoffs, and an HonestCore that takes commands at once:
-a core has no other input, so every run has an equivalent one in which its commands are not delayed).
+One router (Dispatcher), some workers (WorkerHandoffs, and a core, the product's or the HonestCore that
+leaves more open). A core takes commands at once: it has no other input, so every run has an
+equivalent one in which its commands are not delayed.
 All else travels in FIFO channels that are unordered among each other:
 
     R router -> worker      F frames, core -> service     O reader -> source (the handoff stream)
@@ -30,6 +31,7 @@ import itertools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
+from moonpool.core.config import CoreConfig
 from moonpool.core.protocol import Release, Reply, TokensReady
 from moonpool.dispatch.config import DispatchConfig
 from moonpool.dispatch.dispatcher import Dispatcher
@@ -72,8 +74,9 @@ from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.request import InferenceRequest
 from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
+from support.explored_core import ExploredCore
 from support.explorer import BrokenRuleError
-from support.honest_core import FIRST_TOKEN, HonestConfig, HonestCore
+from support.honest_core import FIRST_TOKEN, HonestConfig, HonestCore, WorldCore
 
 NAMESPACE = "namespace"
 #: Timers later than this are deadlines, which nothing here should need.
@@ -98,7 +101,8 @@ MUTATIONS = frozenset(
 class WorldConfig:
     requests: tuple[InferenceRequest, ...]
     roles: tuple[WorkerRole, ...] = (WorkerRole.PREFILL, WorkerRole.DECODE)
-    core: HonestConfig
+    #: HonestConfig: the stand-in core; CoreConfig: the product's.
+    core: HonestConfig | CoreConfig
     max_attempts: int = 3
     max_failures: int = 3
     layers_per_group: int = 1
@@ -134,7 +138,7 @@ class RouterNode:
 class WorkerNode:
     key_: WorkerKey
     handoffs: WorkerHandoffs
-    core: HonestCore
+    core: WorldCore
 
     def key(self) -> Hashable:
         return (self.key_, self.handoffs.key(), self.core.key())
@@ -207,13 +211,15 @@ class ProtocolWorld:
         assert config.mutation in MUTATIONS | {""}, config.mutation
         self.config = config
         core = config.core
-        if config.mutation == "younger_may_revoke":
-            core = replace(core, may_revoke_for_younger=True)
-        if config.mutation == "no_read_wait":
-            core = replace(core, frees_before_reads_end=True)
+        if isinstance(core, HonestConfig):
+            core = replace(
+                core,
+                may_revoke_for_younger=config.mutation == "younger_may_revoke",
+                frees_before_reads_end=config.mutation == "no_read_wait",
+            )
         self._core_config = core
         self._handoff_config = HandoffConfig(
-            num_layers=core.num_layers,
+            num_layers=core.num_layers if isinstance(core, HonestConfig) else 1,
             block_size=core.block_size,
             layers_per_group=config.layers_per_group,
             remember_s=-1.0 if config.mutation == "no_tombstone" else 2.0,
@@ -320,10 +326,12 @@ class ProtocolWorld:
                 if not node.is_quiet:
                     yield "a worker keeps an attempt, a stream or blocks"
         elif is_over and not any(messages for _, messages in packed):
-            ticked = self.config.num_early_ticks != budget[2]
-            if not ticked and not all(node.is_quiet for node in nodes):
+            is_ticked = self.config.num_early_ticks != budget[2]
+            is_settled = all(node.core.is_settled for node in nodes)
+            if is_settled and not is_ticked and not all(node.is_quiet for node in nodes):
                 yield "a worker works on for an ended request"
-        if any(self._name(number)[0] == "T" for number, _ in packed):
+        is_honest = isinstance(self._core_config, HonestConfig)
+        if is_honest and any(self._name(number)[0] == "T" for number, _ in packed):
             yield from self._read_problems(packed, nodes)
 
     def _read_problems(
@@ -747,7 +755,7 @@ class ProtocolWorld:
     ) -> list[Outcome]:
         """The effects' messages, and every way in which the core may take the commands."""
         w = self._index(node.key_.worker_id)
-        partial: list[tuple[str, HonestCore, tuple[Op, ...]]] = [("", node.core, ())]
+        partial: list[tuple[str, WorldCore, tuple[Op, ...]]] = [("", node.core, ())]
         for effect in effects:
             commands = [effect.command] if isinstance(effect, SendCommand) else []
             ops = self._ops(w, node, effect)
@@ -853,7 +861,12 @@ class ProtocolWorld:
     def _new_worker(self, w: int, incarnation: int) -> WorkerNode:
         key = self._key(w, incarnation)
         handoffs = WorkerHandoffs(key=key, namespace=NAMESPACE, config=self._handoff_config)
-        return WorkerNode(key, handoffs, HonestCore(self._core_config))
+        core: WorldCore
+        if isinstance(self._core_config, HonestConfig):
+            core = HonestCore(self._core_config)
+        else:
+            core = ExploredCore(self._core_config)
+        return WorkerNode(key, handoffs, core)
 
     # -- names and numbers --
 
