@@ -39,7 +39,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moonpool.core.protocol import (
     Abort,
@@ -55,6 +55,7 @@ from moonpool.core.protocol import (
     Reply,
     TokensReady,
 )
+from moonpool.handoff.announcement import Announcement, Page
 from moonpool.handoff.config import HandoffConfig
 from moonpool.handoff.effects import (
     EndStream,
@@ -78,8 +79,6 @@ from moonpool.handoff.messages import (
     Commit,
     CommitFailed,
     DecodeRequest,
-    LayersReady,
-    Opened,
     PrefillRequest,
     Reset,
     ResetReason,
@@ -88,7 +87,7 @@ from moonpool.handoff.messages import (
     StreamId,
     Waiting,
 )
-from moonpool.ids import AttemptId, BlockId, RequestId, WorkerKey
+from moonpool.ids import AttemptId, RequestId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 
 
@@ -99,16 +98,6 @@ class PrefillState(enum.StrEnum):
     RUNNING = "running"
     #: All KV is there, the first token is drawn.
     DONE = "done"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Chunk:
-    """Tokens [start, end), computed by `step`; layers [0, num_announced) are announced."""
-
-    start: int
-    end: int
-    step: int
-    num_announced: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,12 +112,8 @@ class _Handoff:
     end_at: float
     state: PrefillState = PrefillState.WAITING
     stream_id: StreamId | None = None
-    #: Opened has been sent on the stream.
-    is_opened: bool = False
-    block_ids: tuple[BlockId, ...] = ()
-    num_cached_tokens: int = 0
-    #: Chunks with a layer that is not announced yet, in order.
-    chunks: list[_Chunk] = field(default_factory=list)
+    #: None while it is WAITING.
+    announcement: Announcement | None = None
     first_token: int | None = None
     finish_reason: FinishReason | None = None
     #: Set while it is DONE and nobody reads it.
@@ -138,7 +123,7 @@ class _Handoff:
 
     def fork(self) -> _Handoff:
         handoff = copy.copy(self)
-        handoff.chunks = [copy.copy(chunk) for chunk in self.chunks]
+        handoff.announcement = self.announcement.fork() if self.announcement is not None else None
         return handoff
 
     def key(self) -> tuple[object, ...]:
@@ -147,15 +132,9 @@ class _Handoff:
             self.router,
             self.state,
             self.stream_id,
-            self.is_opened,
-            self.block_ids,
-            self.num_cached_tokens,
-            tuple(
-                (chunk.start, chunk.end, chunk.step, chunk.num_announced) for chunk in self.chunks
-            ),
+            self.announcement.key() if self.announcement is not None else None,
             self.first_token,
             self.finish_reason,
-            self.unclaimed_at is None,
         )
 
 
@@ -185,9 +164,7 @@ class PrefillHandoffs:
         #: Open streams, parked ones included, to the request that they belong to.
         self._request_by_stream: dict[StreamId, RequestId] = {}
         self._ended = EndedAttempts(config.remember_s)
-        #: The control page as last told: layers [0, _page_layers) of _page_step are written.
-        self._page_step = 0
-        self._page_layers = 0
+        self._page = Page()
         self._effects: list[PrefillEffect] = []
 
     # -- the interface --
@@ -252,7 +229,7 @@ class PrefillHandoffs:
         fork._parked = dict(self._parked)
         fork._request_by_stream = dict(self._request_by_stream)
         fork._ended = self._ended.fork()
-        fork._page_step, fork._page_layers = self._page_step, self._page_layers
+        fork._page = self._page
         return fork
 
     def key(self) -> tuple[object, ...]:
@@ -261,8 +238,7 @@ class PrefillHandoffs:
             tuple(sorted((h.attempt_id, h.key()) for h in self._handoffs.values())),
             tuple(sorted((p.attempt_id, p.stream_id) for p in self._parked.values())),
             self._ended.key(),
-            self._page_step,
-            self._page_layers,
+            self._page,
         )
 
     def validate(self) -> None:
@@ -291,19 +267,12 @@ class PrefillHandoffs:
         assert (handoff.unclaimed_at is not None) == (is_done and handoff.stream_id is None), (
             handoff
         )
-        assert handoff.is_opened == (
-            handoff.stream_id is not None and handoff.state is not PrefillState.WAITING
-        ), handoff
-        assert handoff.num_cached_tokens % self._config.block_size == 0, handoff
-        end = None
-        for chunk in handoff.chunks:
-            assert chunk.start % self._config.block_size == 0, chunk
-            assert end is None or chunk.start == end, handoff.chunks
-            assert chunk.num_announced < self._config.num_layers, chunk
-            assert chunk.num_announced == 0 or handoff.is_opened, chunk
-            end = chunk.end
-        if is_done and handoff.stream_id is not None:
-            assert not handoff.chunks, handoff
+        assert (handoff.announcement is None) == (handoff.state is PrefillState.WAITING), handoff
+        if handoff.announcement is not None:
+            handoff.announcement.validate(self._config)
+            has_reader = handoff.stream_id is not None
+            assert handoff.announcement.is_opened == has_reader, handoff
+            assert not (is_done and has_reader) or handoff.announcement.is_all_told, handoff
 
     # -- the router --
 
@@ -369,7 +338,8 @@ class PrefillHandoffs:
                 case PrefillStarted():
                     self._on_prefill_started(handoff, reply, now)
                 case ChunkPlanned(start=start, end=end):
-                    handoff.chunks.append(_Chunk(start=start, end=end, step=step))
+                    assert handoff.announcement is not None, handoff
+                    handoff.announcement.plan(start=start, end=end, step=step)
                     self._announce(handoff, now)
                 case PrefillDone():
                     self._on_prefill_done(handoff, reply, now)
@@ -384,8 +354,11 @@ class PrefillHandoffs:
         assert handoff.state is PrefillState.WAITING, handoff
         assert len(reply.block_ids) == self._config.num_blocks_for(handoff.num_tokens), reply
         handoff.state = PrefillState.RUNNING
-        handoff.block_ids = reply.block_ids
-        handoff.num_cached_tokens = reply.num_cached_tokens
+        handoff.announcement = Announcement(
+            attempt_id=handoff.attempt_id,
+            block_ids=reply.block_ids,
+            num_cached_tokens=reply.num_cached_tokens,
+        )
         self._announce(handoff, now)
 
     def _on_prefill_done(self, handoff: _Handoff, reply: PrefillDone, now: float) -> None:
@@ -401,7 +374,7 @@ class PrefillHandoffs:
         self._to_router(
             handoff,
             TokensReady(
-                attempt_id=handoff.attempt_id, run=run, num_cached_tokens=handoff.num_cached_tokens
+                attempt_id=handoff.attempt_id, run=run, num_cached_tokens=reply.num_cached_tokens
             ),
         )
         if handoff.stream_id is None:
@@ -426,12 +399,12 @@ class PrefillHandoffs:
         self._forget(handoff, ResetReason.REFUSED, now)
 
     def _on_layers_done(self, step: int, num_layers: int, now: float) -> None:
-        if (step, num_layers) <= (self._page_step, self._page_layers):
+        page = Page(step, num_layers)
+        if page <= self._page:
             return
-        self._page_step, self._page_layers = step, num_layers
+        self._page = page
         for handoff in self._handoffs.values():
-            if handoff.chunks:
-                self._announce(handoff, now)
+            self._announce(handoff, now)
 
     # -- the reader --
 
@@ -514,61 +487,17 @@ class PrefillHandoffs:
     # -- what the reader hears --
 
     def _announce(self, handoff: _Handoff, now: float) -> None:
-        """Say all that can be read and was not said; neighbouring chunks at the same layers at once."""
-        if handoff.stream_id is None or handoff.state is PrefillState.WAITING:
+        """Tell the reader, if there is one, all that it can read and was not told."""
+        if handoff.stream_id is None or handoff.announcement is None:
             return
-        if not handoff.is_opened:
-            handoff.is_opened = True
+        is_done = handoff.state is PrefillState.DONE
+        for message in handoff.announcement.take(self._page, is_done=is_done, config=self._config):
             handoff.waiting_at = now + self._config.waiting_s
-            self._send(
-                handoff,
-                Opened(
-                    attempt_id=handoff.attempt_id,
-                    num_cached_tokens=handoff.num_cached_tokens,
-                    block_ids=self._blocks(handoff, 0, handoff.num_cached_tokens),
-                ),
-            )
-        for ready in self._take_ready(handoff):
-            handoff.waiting_at = now + self._config.waiting_s
-            self._send(handoff, ready)
-
-    def _take_ready(self, handoff: _Handoff) -> Iterator[LayersReady]:
-        ready: list[tuple[int, int, int, int]] = []
-        for chunk in handoff.chunks:
-            num_done = self._num_layers_done(handoff, chunk)
-            if num_done <= chunk.num_announced:
-                continue
-            first, chunk.num_announced = chunk.num_announced, num_done
-            if ready and ready[-1][1:] == (chunk.start, first, num_done):
-                ready[-1] = (ready[-1][0], chunk.end, first, num_done)
-            else:
-                ready.append((chunk.start, chunk.end, first, num_done))
-        num_layers = self._config.num_layers
-        handoff.chunks = [chunk for chunk in handoff.chunks if chunk.num_announced < num_layers]
-        for start, end, first_layer, end_layer in ready:
-            yield LayersReady(
-                attempt_id=handoff.attempt_id,
-                start=start,
-                end=end,
-                first_layer=first_layer,
-                end_layer=end_layer,
-                block_ids=self._blocks(handoff, start, end),
-            )
-
-    def _num_layers_done(self, handoff: _Handoff, chunk: _Chunk) -> int:
-        """Layers of the chunk that are written, rounded down to whole groups."""
-        num_layers = self._config.num_layers
-        if handoff.state is PrefillState.DONE or chunk.step < self._page_step:
-            return num_layers
-        if chunk.step > self._page_step or self._page_layers == 0:
-            return 0
-        if self._page_layers >= num_layers:
-            return num_layers
-        return self._page_layers - self._page_layers % self._config.layers_per_group
+            self._send(handoff, message)
 
     def _commit(self, handoff: _Handoff) -> None:
         assert handoff.first_token is not None, handoff
-        assert not handoff.chunks, handoff
+        assert handoff.announcement is not None, handoff
         self._send(
             handoff,
             Commit(
@@ -576,7 +505,7 @@ class PrefillHandoffs:
                 first_token=handoff.first_token,
                 position=handoff.position,
                 finish_reason=handoff.finish_reason,
-                num_cached_tokens=handoff.num_cached_tokens,
+                num_cached_tokens=handoff.announcement.num_cached_tokens,
             ),
         )
 
@@ -590,10 +519,6 @@ class PrefillHandoffs:
             ):
                 handoff.waiting_at = now + self._config.waiting_s
                 self._send(handoff, Waiting(attempt_id=handoff.attempt_id))
-
-    def _blocks(self, handoff: _Handoff, start: int, end: int) -> tuple[BlockId, ...]:
-        first = start // self._config.block_size
-        return handoff.block_ids[first : self._config.num_blocks_for(end)]
 
     # -- ends --
 
