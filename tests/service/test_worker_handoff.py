@@ -200,6 +200,7 @@ async def test_the_last_report_brings_the_spans(tmp_path: Path) -> None:
             (prefill, "received"),
             (prefill, "prefill_started"),
             (prefill, "last_layer"),
+            (prefill, "forward_ended"),
             (prefill, "first_token"),
             (transfer, "commit_received"),
             (transfer, "admitted"),

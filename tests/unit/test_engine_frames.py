@@ -167,6 +167,8 @@ def test_commands_survive_the_wire() -> None:
                         other_s=2.0,
                         num_step_tokens=3,
                     ),
+                    planned_unix_ns=1_700_000_000_123_456_787,
+                    last_layer_unix_ns=1_700_000_000_123_456_788,
                     computed_unix_ns=1_700_000_000_123_456_789,
                 ),
                 make_frame(step=0),
@@ -230,7 +232,7 @@ def test_a_stream_may_be_cut_anywhere() -> None:
         msgspec.msgpack.encode([2, "pid"]),
         msgspec.msgpack.encode([2, 1, "one too many"]),
         msgspec.msgpack.encode(
-            [6, [[0, 1, [[31, ["r", 1], "because"]], [0] * 9, 0, 0, 0, 0, 0, 0, 0]]]
+            [6, [[0, 0, 0, 1, [[31, ["r", 1], "because"]], [0] * 9, 0, 0, 0, 0, 0, 0, 0]]]
         ),
         encode_to_engine(EngineCommands(commands=()))[4:],
     ],

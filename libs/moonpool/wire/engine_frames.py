@@ -144,10 +144,14 @@ class EngineCommands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedFrame:
-    """A frame of the core, and when the step whose results it holds was computed."""
+    """A frame of the core, and when what it tells of happened, by the host's wall clock."""
 
     frame: CoreFrame
-    #: Wall clock at the end of the runner's work; 0 if no step was computed.
+    #: When the frame was made: its plan runs from then on.
+    planned_unix_ns: int = 0
+    #: When the last layer's KV of the step before could be read, and when that step's tokens were
+    #: drawn; 0 if there was none.
+    last_layer_unix_ns: int = 0
     computed_unix_ns: int = 0
 
 
@@ -350,6 +354,8 @@ class _Ledger(_Wire):
 
 
 class _Frame(_Wire):
+    planned_unix_ns: int
+    last_layer_unix_ns: int
     computed_unix_ns: int
     step: int
     replies: list[_WireReply]
@@ -573,6 +579,8 @@ def _frame_to_wire(timed: TimedFrame) -> _Frame:
     frame = timed.frame
     ledger = frame.ledger
     return _Frame(
+        timed.planned_unix_ns,
+        timed.last_layer_unix_ns,
         timed.computed_unix_ns,
         frame.step,
         [_REPLY_TO_WIRE[type(reply)](reply) for reply in frame.replies],
@@ -621,7 +629,12 @@ def _frame_from_wire(wire: _Frame) -> TimedFrame:
         other_s=wire.other_s,
         num_step_tokens=wire.num_step_tokens,
     )
-    return TimedFrame(frame=frame, computed_unix_ns=wire.computed_unix_ns)
+    return TimedFrame(
+        frame=frame,
+        planned_unix_ns=wire.planned_unix_ns,
+        last_layer_unix_ns=wire.last_layer_unix_ns,
+        computed_unix_ns=wire.computed_unix_ns,
+    )
 
 
 # -- the public functions --

@@ -4,7 +4,7 @@ An entry begins when the core is asked and ends with the attempt; its spans trav
 the attempt's last report. Times are this host's wall clock in nanoseconds, so that spans of several
 workers can be laid side by side (as well as their clocks agree).
 
-    prefill        queued -> started -> last layer written -> first token drawn
+    prefill        queued -> started -> last layer readable -> layers computed -> first token drawn
     kv.transfer    reserved, stream opened -> Commit -> last read verified
     decode         admitted -> first step -> last token
 """
@@ -85,7 +85,9 @@ class _Entry:
     started_ns: int = 0
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
+    #: The last layer's KV could be read; the last layer was computed.
     last_layer_ns: int = 0
+    forward_ended_ns: int = 0
     first_token_ns: int = 0
     reserved_ns: int = 0
     transport: str = ""
@@ -145,14 +147,15 @@ class AttemptBook:
                         entry.first_token_ns = timed.computed_unix_ns or now_ns
                     entry.num_output_tokens += len(run.token_ids)
                 case PrefillStarted(num_cached_tokens=num_cached_tokens):
-                    entry.started_ns = now_ns
+                    entry.started_ns = timed.planned_unix_ns or now_ns
                     entry.num_cached_tokens = num_cached_tokens
                 case ChunkPlanned(start=start, end=end):
-                    entry.chunks.append((now_ns, start, end))
+                    entry.chunks.append((timed.planned_unix_ns or now_ns, start, end))
                 case PrefillDone():
                     computed_ns = timed.computed_unix_ns or now_ns
                     entry.first_token_ns = computed_ns
-                    entry.last_layer_ns = computed_ns - round(
+                    entry.last_layer_ns = timed.last_layer_unix_ns
+                    entry.forward_ended_ns = computed_ns - round(
                         (frame.logits_s + frame.sample_s) * 1e9
                     )
                 case Reserved(num_cached_tokens=num_cached_tokens):
@@ -265,6 +268,7 @@ class AttemptBook:
                     names.ATTR_CACHED_TOKENS: entry.num_cached_tokens,
                     "moonpool.prefill_started_unix_ns": entry.started_ns,
                     "moonpool.last_layer_unix_ns": entry.last_layer_ns,
+                    "moonpool.forward_ended_unix_ns": entry.forward_ended_ns,
                     "moonpool.first_token_unix_ns": entry.first_token_ns,
                     "moonpool.num_chunks": len(entry.chunks),
                 },

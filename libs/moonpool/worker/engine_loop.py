@@ -26,6 +26,11 @@ from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
 class StepMark(LayerMark, Protocol):
     """A LayerMark that is told of each plan."""
 
+    @property
+    def last_layer_unix_ns(self) -> int:
+        """Wall clock when all layers of the last plan could be read."""
+        ...
+
     def begin(self, plan: StepPlan) -> None:
         """The layers to come are those of `plan`."""
         ...
@@ -54,7 +59,14 @@ def run_engine_loop(
                 core.handle(command, clock.now())
             plan = core.schedule(clock.now())
             failpoints.hit("engine.before_frame")
-            link.send(TimedFrame(frame=core.take_frame(), computed_unix_ns=computed_unix_ns))
+            link.send(
+                TimedFrame(
+                    frame=core.take_frame(),
+                    planned_unix_ns=int(clock.unix() * 1e9),
+                    last_layer_unix_ns=mark.last_layer_unix_ns if computed_unix_ns else 0,
+                    computed_unix_ns=computed_unix_ns,
+                )
+            )
             is_idle = plan is None
             computed_unix_ns = 0
             if plan is None:

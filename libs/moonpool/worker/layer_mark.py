@@ -47,6 +47,8 @@ class LayerMarker:
         )
         self._plan: StepPlan | None = None
         self._has_prompt = False
+        #: Wall clock when all layers of the last plan could be read.
+        self.last_layer_unix_ns = 0
 
     def begin(self, plan: StepPlan) -> None:
         assert self._plan is None, self._plan
@@ -60,9 +62,11 @@ class LayerMarker:
         self._finisher.finish_layer(
             step=plan.step, layer=layer, block_ids=plan.leaf_block_ids, zero_tails=_NO_TAILS
         )
+        num_done = layer + 1
+        if num_done == self._num_layers:
+            self.last_layer_unix_ns = time.time_ns()
         if not self._has_prompt:
             return
-        num_done = layer + 1
         if num_done % self._layer_group == 0 or num_done == self._num_layers:
             os.eventfd_write(self._bell, 1)
         self._failpoints.hit("prefill.after_layer", layer)
