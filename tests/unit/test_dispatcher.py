@@ -280,6 +280,25 @@ def test_a_full_prefill_worker_is_not_the_end(r: Router) -> None:
     assert r.join(P2) == sent(2, prefill=P2)
 
 
+def test_who_waits_for_a_prefill_worker_is_passed_by_who_needs_none(r: Router) -> None:
+    r.arrive()
+    r.refuse(P, RefuseReason.QUEUE_FULL)
+    long = make_request("b", prompt=10, arrival=2.0)
+    short = make_request("c", prompt=4, arrival=3.0)
+    assert r.arrive(long) == []
+    (local,) = r.arrive(short)
+    assert isinstance(local, SendDecode)
+    assert local.message.source is None
+    assert r.machine.num_queued == 2
+    assert r.join(P2)[:2] == sent(2, prefill=P2)
+
+
+def test_nobody_passes_who_waits_for_a_decode_worker(r: Router) -> None:
+    r.arrive()
+    r.refuse(D)
+    assert r.arrive(make_request("b", prompt=4, arrival=2.0)) == []
+
+
 def test_what_fits_nowhere_is_refused_for_good(r: Router) -> None:
     r.arrive()
     code = "prompt_too_large_for_deployment"

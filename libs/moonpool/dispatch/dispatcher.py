@@ -41,7 +41,7 @@ import enum
 import heapq
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moonpool.core.protocol import (
     HandBackReason,
@@ -74,6 +74,7 @@ from moonpool.dispatch.events import (
     WorkerMessageReceived,
 )
 from moonpool.dispatch.fleet import Fleet
+from moonpool.dispatch.request_record import DispatchState, OnWorkers, RequestRecord
 from moonpool.errors import (
     CancelledByClientError,
     DeadlineExceededError,
@@ -86,7 +87,7 @@ from moonpool.errors import (
     WorkerLostError,
 )
 from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillRequest, SourceRef
-from moonpool.ids import AttemptId, RequestId, WorkerKey
+from moonpool.ids import RequestId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import Age, InferenceRequest
 from moonpool.routing.disagg_decider import decide
@@ -101,65 +102,17 @@ def nothing_cached(key: WorkerKey, request: InferenceRequest) -> int:
     return 0
 
 
-class DispatchState(enum.StrEnum):
-    #: Waits here for room on a worker.
-    QUEUED = "queued"
-    #: Sent to its workers; no token of this attempt has come.
-    PLACED = "placed"
-    #: Tokens of this attempt have come.
-    RUNNING = "running"
+#: So many requests that wait for a prefill worker may be passed by those that need none.
+_MAX_PASSED = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OnWorkers:
-    """Where the current attempt is, and who has ended it there."""
+class _Placing(enum.Enum):
+    """What became of a queued request that was looked at."""
 
-    decode: WorkerKey
-    #: None: the decode worker prefills it itself.
-    prefill: WorkerKey | None
-    has_decode_ended: bool = False
-    has_prefill_ended: bool = False
-    #: A token of the decode worker has come: the prefill worker's part is over.
-    has_decode_begun: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    request: InferenceRequest
-    deadline_at: float
-    emitted: tuple[int, ...] = ()
-    state: DispatchState = DispatchState.QUEUED
-    #: Of the current placement, or of the last one while it is queued; 0 before the first.
-    attempt: int = 0
-    placed: _OnWorkers | None = None
-    num_failures: int = 0
-    num_deaths: int = 0
-    #: Workers that said that they can never hold it.
-    unfit: frozenset[WorkerKey] = frozenset()
-    num_cached_tokens: int | None = None
-    #: Why the last attempt ended.
-    outcome: str = ""
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.request.request_id
-
-    @property
-    def attempt_id(self) -> AttemptId:
-        return AttemptId(self.request.request_id, self.attempt)
-
-    def key(self) -> tuple[object, ...]:
-        return (
-            self.request_id,
-            self.emitted,
-            self.state,
-            self.attempt,
-            self.placed,
-            self.num_failures,
-            self.num_deaths,
-            tuple(sorted(self.unfit)),
-            self.num_cached_tokens,
-        )
+    #: It is placed, or has ended.
+    DONE = enum.auto()
+    NO_DECODE_ROOM = enum.auto()
+    NO_PREFILL_ROOM = enum.auto()
 
 
 class Dispatcher:
@@ -174,7 +127,7 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self._num_cached_tokens = num_cached_tokens
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests: dict[RequestId, RequestRecord] = {}
         #: The QUEUED ones, the oldest first.
         self._queue: list[Age] = []
         #: Heap of deadlines; entries of ended requests are skipped, and swept when they are many.
@@ -289,7 +242,7 @@ class Dispatcher:
     # -- clients --
 
     def _on_request_arrived(self, event: RequestArrived, now: float) -> None:
-        request = _Request(request=event.request, deadline_at=now + event.deadline_s)
+        request = RequestRecord(request=event.request, deadline_at=now + event.deadline_s)
         assert request.request_id not in self._requests, request
         assert not event.request.emitted_token_ids, request
         assert event.request.num_remaining_tokens > 0, request
@@ -315,7 +268,7 @@ class Dispatcher:
             request.emitted = request.emitted[: event.num_output_tokens]
             self._end(request, FinishReason.STOP, None)
 
-    def _on_deadline(self, request: _Request) -> None:
+    def _on_deadline(self, request: RequestRecord) -> None:
         if request.emitted or request.state is not DispatchState.QUEUED:
             self._fail(request, DeadlineExceededError("the deadline passed while it ran"))
         else:
@@ -339,7 +292,9 @@ class Dispatcher:
             case HandedBack(reason=reason):
                 self._on_handed_back(request, key, reason, now)
 
-    def _on_tokens(self, request: _Request, key: WorkerKey, reply: TokensReady, now: float) -> None:
+    def _on_tokens(
+        self, request: RequestRecord, key: WorkerKey, reply: TokensReady, now: float
+    ) -> None:
         placed = request.placed
         assert placed is not None
         run = reply.run
@@ -367,7 +322,9 @@ class Dispatcher:
             request.placed = replace(request.placed, has_decode_ended=True)
         self._take_tokens(request, run.token_ids[num_emitted - run.first_position :], run)
 
-    def _take_tokens(self, request: _Request, token_ids: tuple[int, ...], run: TokenRun) -> None:
+    def _take_tokens(
+        self, request: RequestRecord, token_ids: tuple[int, ...], run: TokenRun
+    ) -> None:
         """Tokens at new positions, and the finish reason of the run that they came in."""
         first_position = len(request.emitted)
         finish_reason = run.finish_reason
@@ -397,14 +354,14 @@ class Dispatcher:
         elif finish_reason is not None:
             self._end(request, finish_reason, None)
 
-    def _on_diverged(self, request: _Request, run: TokenRun, now: float) -> None:
+    def _on_diverged(self, request: RequestRecord, run: TokenRun, now: float) -> None:
         """The decode worker contradicts, or leaves out, what the client has."""
         assert request.placed is not None
         self._fleet.inhibit(request.placed.decode, now)
         self._fail_attempt(request, f"diverged at position {run.first_position}")
 
     def _on_refused(
-        self, request: _Request, key: WorkerKey, reason: RefuseReason, now: float
+        self, request: RequestRecord, key: WorkerKey, reason: RefuseReason, now: float
     ) -> None:
         if reason is RefuseReason.NEVER_FITS:
             request.unfit |= {key}
@@ -414,7 +371,7 @@ class Dispatcher:
         self._leave(request, f"{key.worker_id} refused: {reason}")
 
     def _on_handed_back(
-        self, request: _Request, key: WorkerKey, reason: HandBackReason, now: float
+        self, request: RequestRecord, key: WorkerKey, reason: HandBackReason, now: float
     ) -> None:
         placed = request.placed
         assert placed is not None
@@ -457,14 +414,24 @@ class Dispatcher:
     # -- placement --
 
     def _place_queued(self, now: float) -> None:
-        """Place from the head of the queue, as long as there is room: order of arrival holds."""
-        while self._queue:
-            request = self._requests[self._queue[0].request_id]
-            if not self._place(request, now):
-                return
+        """Place whom there is room for, the oldest first.
 
-    def _place(self, request: _Request, now: float) -> bool:
-        """Place the head of the queue; False, and nothing changes, if there is no room for it."""
+        Nobody passes a request that waits for a decode worker. One that waits for a prefill worker
+        is passed by those that need none: they do not take what it waits for.
+        """
+        num_passed = 0
+        while num_passed < min(len(self._queue), _MAX_PASSED + 1):
+            request = self._requests[self._queue[num_passed].request_id]
+            match self._place(request, now):
+                case _Placing.NO_DECODE_ROOM:
+                    return
+                case _Placing.NO_PREFILL_ROOM:
+                    num_passed += 1
+                case _Placing.DONE:
+                    pass
+
+    def _place(self, request: RequestRecord, now: float) -> _Placing:
+        """Place a queued request, or end it if it fits nowhere; else nothing changes."""
         value = request.request
         if request.emitted:
             value = replace(value, emitted_token_ids=request.emitted)
@@ -478,9 +445,9 @@ class Dispatcher:
                 code="prompt_too_large_for_deployment",
             )
             self._fail(request, error)
-            return True
+            return _Placing.DONE
         if decode.key is None:
-            return False
+            return _Placing.NO_DECODE_ROOM
         prefill = select_prefill(views, decode=decode.key, unfit=request.unfit)
         least_queued_tokens = next(
             (
@@ -499,11 +466,11 @@ class Dispatcher:
         )
         prefill_key = prefill.key if decision.is_remote else None
         if decision.is_remote and prefill_key is None:
-            return False
-        self._queue.pop(0)
+            return _Placing.NO_PREFILL_ROOM
+        self._queue.remove(value.age)
         request.attempt += 1
         request.state = DispatchState.PLACED
-        request.placed = _OnWorkers(decode=decode.key, prefill=prefill_key)
+        request.placed = OnWorkers(decode=decode.key, prefill=prefill_key)
         self._fleet.begin_decode(decode.key, request.request_id, num_blocks)
         self._effects.append(
             Placed(
@@ -518,10 +485,10 @@ class Dispatcher:
             )
         )
         self._send(request, value, decision.num_uncached_tokens, now)
-        return True
+        return _Placing.DONE
 
     def _send(
-        self, request: _Request, value: InferenceRequest, num_uncached_tokens: int, now: float
+        self, request: RequestRecord, value: InferenceRequest, num_uncached_tokens: int, now: float
     ) -> None:
         placed = request.placed
         assert placed is not None
@@ -550,19 +517,19 @@ class Dispatcher:
 
     # -- states --
 
-    def _enqueue(self, request: _Request) -> None:
+    def _enqueue(self, request: RequestRecord) -> None:
         request.state = DispatchState.QUEUED
         insort(self._queue, request.request.age)
         self._may_place = True
 
-    def _begin_running(self, request: _Request) -> None:
+    def _begin_running(self, request: RequestRecord) -> None:
         if request.state is DispatchState.PLACED:
             assert request.placed is not None
             request.state = DispatchState.RUNNING
             if request.placed.prefill is not None:
                 self._fleet.end_prefill(request.placed.prefill, request.request_id)
 
-    def _note_ended(self, request: _Request, key: WorkerKey) -> None:
+    def _note_ended(self, request: RequestRecord, key: WorkerKey) -> None:
         """This worker ended the attempt itself: it needs no abort."""
         placed = request.placed
         assert placed is not None
@@ -571,7 +538,7 @@ class Dispatcher:
         else:
             request.placed = replace(placed, has_prefill_ended=True)
 
-    def _fail_attempt(self, request: _Request, outcome: str) -> None:
+    def _fail_attempt(self, request: RequestRecord, outcome: str) -> None:
         request.num_failures += 1
         if request.num_failures >= self._config.max_failures:
             self._fail(
@@ -581,7 +548,7 @@ class Dispatcher:
         else:
             self._leave(request, outcome)
 
-    def _leave(self, request: _Request, outcome: str) -> None:
+    def _leave(self, request: RequestRecord, outcome: str) -> None:
         """The attempt is over, the request is not."""
         self._abort(request)
         request.outcome = outcome
@@ -593,7 +560,7 @@ class Dispatcher:
         else:
             self._enqueue(request)
 
-    def _abort(self, request: _Request) -> None:
+    def _abort(self, request: RequestRecord) -> None:
         """Tell every worker that did not end the attempt itself, and take it off their books."""
         placed, request.placed = request.placed, None
         if placed is None:
@@ -607,11 +574,14 @@ class Dispatcher:
         if not placed.has_decode_ended:
             self._effects.append(SendAbort(key=placed.decode, message=message))
 
-    def _fail(self, request: _Request, error: MoonpoolError) -> None:
+    def _fail(self, request: RequestRecord, error: MoonpoolError) -> None:
         self._end(request, None, error)
 
     def _end(
-        self, request: _Request, finish_reason: FinishReason | None, error: MoonpoolError | None
+        self,
+        request: RequestRecord,
+        finish_reason: FinishReason | None,
+        error: MoonpoolError | None,
     ) -> None:
         del self._requests[request.request_id]
         if request.state is DispatchState.QUEUED:
@@ -620,12 +590,15 @@ class Dispatcher:
         self._abort(request)
         self._may_place = True
 
-    def _refuse(self, request: _Request, error: MoonpoolError) -> None:
+    def _refuse(self, request: RequestRecord, error: MoonpoolError) -> None:
         """End a request that was never taken."""
         self._append_end(request, None, error)
 
     def _append_end(
-        self, request: _Request, finish_reason: FinishReason | None, error: MoonpoolError | None
+        self,
+        request: RequestRecord,
+        finish_reason: FinishReason | None,
+        error: MoonpoolError | None,
     ) -> None:
         usage = Usage(
             num_prompt_tokens=len(request.request.prompt_token_ids),

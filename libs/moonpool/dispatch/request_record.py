@@ -1,0 +1,72 @@
+"""RequestRecord: what the dispatcher knows about one request that has not ended."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from moonpool.ids import AttemptId, RequestId, WorkerKey
+from moonpool.inference.request import InferenceRequest
+
+
+class DispatchState(enum.StrEnum):
+    #: Waits here for room on a worker.
+    QUEUED = "queued"
+    #: Sent to its workers; no token of this attempt has come.
+    PLACED = "placed"
+    #: Tokens of this attempt have come.
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnWorkers:
+    """Where the current attempt is, and who has ended it there."""
+
+    decode: WorkerKey
+    #: None: the decode worker prefills it itself.
+    prefill: WorkerKey | None
+    has_decode_ended: bool = False
+    has_prefill_ended: bool = False
+    #: A token of the decode worker has come: the prefill worker's part is over.
+    has_decode_begun: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """Mutable; owned and written by the dispatcher alone."""
+
+    request: InferenceRequest
+    deadline_at: float
+    emitted: tuple[int, ...] = ()
+    state: DispatchState = DispatchState.QUEUED
+    #: Of the current placement, or of the last one while it is queued; 0 before the first.
+    attempt: int = 0
+    placed: OnWorkers | None = None
+    num_failures: int = 0
+    num_deaths: int = 0
+    #: Workers that said that they can never hold it.
+    unfit: frozenset[WorkerKey] = frozenset()
+    num_cached_tokens: int | None = None
+    #: Why the last attempt ended.
+    outcome: str = ""
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return AttemptId(self.request.request_id, self.attempt)
+
+    def key(self) -> tuple[object, ...]:
+        return (
+            self.request_id,
+            self.emitted,
+            self.state,
+            self.attempt,
+            self.placed,
+            self.num_failures,
+            self.num_deaths,
+            tuple(sorted(self.unfit)),
+            self.num_cached_tokens,
+        )
