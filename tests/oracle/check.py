@@ -1,14 +1,18 @@
 """The engine against the whole oracle on SmolLM2-135M, float32, at batch 1 and with 8 at once:
 
-    PYTHONPATH=tests python -m oracle.check
+    python tests/oracle/check.py [--at-once 1 8]
 
 Exit status 0 if every answer equals transformers', where a near-tie excuses at most one prompt in 24.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from oracle import cases
 from oracle.cases import Comparison, OracleModel
@@ -22,13 +26,16 @@ _MAX_EXCUSED_SHARE = 1 / 24
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
+    at_once: list[int] = parser.parse_args().at_once
     directory = resolve("smollm2-135m", can_pull=True)
     expected = cases.read_oracle(cases.SMOLLM2_FILE).models["smollm2-135m"]
     if directory.fingerprint != expected.fingerprint:
         sys.stderr.write("the model directory is not the one that the oracle read\n")
         return 1
     runner = make_runner(directory, num_blocks=_NUM_BLOCKS)
-    return max(check(runner, expected, num_at_once) for num_at_once in (1, 8))
+    return max(check(runner, expected, num_at_once) for num_at_once in at_once)
 
 
 def check(runner: Runner, expected: OracleModel, num_at_once: int) -> int:
@@ -38,7 +45,8 @@ def check(runner: Runner, expected: OracleModel, num_at_once: int) -> int:
     for first in range(0, len(expected.cases), num_at_once):
         batch = expected.cases[first : first + num_at_once]
         requests = make_requests([case.prompt for case in batch], first=first)
-        answers = generate(make_core(_NUM_BLOCKS), runner, requests)
+        core = make_core(_NUM_BLOCKS, is_checked=False)
+        answers = generate(core, runner, requests)
         found += [cases.compare(case, tokens) for case, tokens in zip(batch, answers, strict=True)]
     for case, result in zip(expected.cases, found, strict=True):
         verdict = "equal" if result.is_equal else "near-tie" if result.is_excused else "DIFFERS"

@@ -1,8 +1,7 @@
-"""Makes the oracle's files with transformers. Run by hand, when a case is added:
+"""Makes the oracle's files with transformers: `python tests/oracle/generate.py`.
 
-pip install -e '.[dev,oracle]'
-moonpool pull smollm2-135m
-PYTHONPATH=tests python -m oracle.generate
+Run by hand when a case is added, after `pip install -e '.[dev,oracle]'` and
+`moonpool pull smollm2-135m`.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import msgspec
 import torch

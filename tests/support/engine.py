@@ -55,8 +55,8 @@ def make_runner(
 
 
 def make_core(num_blocks: int, **limits: int) -> Core:
-    """A checked core with a namespace of its own."""
-    config = CoreConfig(num_blocks=num_blocks, is_checked=True, **limits)
+    """A core, by default checked after every move, with a namespace of its own."""
+    config = CoreConfig(num_blocks=num_blocks, **{"is_checked": True, **limits})
     return Core(config, lambda _request: NamespaceSeed(b"tests".ljust(32, b"\0")))
 
 
