@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moonpool.config.schema import (
-    ClusterConfig,
-    RouterSettings,
-    WorkerGroup,
-    WorkerSettings,
-    default_data_dir,
-)
+from moonpool.config.schema import ClusterConfig, default_data_dir
 from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
 from moonpool_loadtest.faults.lab import (
@@ -27,13 +22,15 @@ from moonpool_loadtest.faults.lab import (
     open_lab,
 )
 from moonpool_loadtest.faults.scenarios import (
+    Kill,
     decode_kills,
     prefill_kills,
     run_boot_without_nats,
     run_disconnects,
-    run_kills,
+    run_kill,
     run_nats_restart,
     run_router_restart,
+    run_without_fault,
 )
 
 _POSITIONS = (0, 1, 7, 20)
@@ -42,14 +39,14 @@ _MAX_DIFFERING_SHARE = 1 / 50
 
 
 def cluster_config(model: str, *, data_dir: Path, dtype: str, is_checked: bool) -> ClusterConfig:
-    """One prefill worker, two decode workers of four slots, a router on free ports."""
-    settings = WorkerSettings(
-        kv_cache_memory_bytes=192 * 2**20,
-        max_num_batched_tokens=128,
-        max_num_seqs=4,
-        max_model_len=512,
-        is_checked=is_checked,
-    )
+    """A prefill worker, a decode worker per transport with four slots each, a router on free ports."""
+    settings = {
+        "num_blocks": 256,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 4,
+        "max_model_len": 512,
+        "is_checked": is_checked,
+    }
     return ClusterConfig.model_validate(
         {
             "name": "faults",
@@ -57,39 +54,47 @@ def cluster_config(model: str, *, data_dir: Path, dtype: str, is_checked: bool) 
             "model": model,
             "dtype": dtype,
             "local_prefill_tokens": 64,
-            "router": RouterSettings(http_port=0, grpc_port=0),
+            "router": {"http_port": 0, "grpc_port": 0},
+            "worker": settings,
             "workers": [
-                WorkerGroup(role="prefill", settings=settings).model_dump(),
-                WorkerGroup(role="decode", count=2, settings=settings).model_dump(),
+                {"role": "prefill"},
+                {"role": "decode", "transports": ["shm"]},
+                {"role": "decode", "name": "grpc", "transports": ["grpc"]},
             ],
         }
     )
 
 
+def make_kills(*, num_layers: int) -> tuple[Kill, ...]:
+    """All of them, in an order that restarts as little as it can."""
+    return (*prefill_kills(num_layers=num_layers), *decode_kills(positions=_POSITIONS))
+
+
+def num_sets(kills: Sequence[Kill]) -> int:
+    """Sets of requests that all scenarios take together, with some to spare."""
+    return 1 + 3 + len(kills) + 3 + 2 + 5 + 4 + 4
+
+
 async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) -> list[FaultReport]:
-    """Every fault, in an order that restarts as little as it can."""
-    kills = (
-        *prefill_kills(num_layers=num_layers),
-        *decode_kills(positions=_POSITIONS),
-    )
-    num_sets = len(kills) + 3 + 2 + 5 + 4 + 4 + 1
-    sets = make_sets(LabSizes(vocab_size=vocab_size), num_sets)
-    reports: list[FaultReport] = []
-
-    def show(report: FaultReport) -> None:
-        reports.append(report)
-        print(row(report), flush=True)
-
+    """Every fault once. Prints a row as soon as it is known."""
+    kills = make_kills(num_layers=num_layers)
+    sets = make_sets(LabSizes(vocab_size=vocab_size), num_sets(kills))
     print("answers without faults ...", flush=True)
     expected = await answers_without_faults(config, [case for cases in sets for case in cases])
     print(header(), flush=True)
-    show(await run_boot_without_nats(config, expected, sets.pop()))
     async with open_lab(config, expected=expected, sets=sets) as lab:
-        await run_kills(lab, kills, show)
+        show(await run_boot_without_nats(lab))
+        show(await run_without_fault(lab))
+        for kill, following in itertools.zip_longest(kills, kills[1:]):
+            show(await run_kill(lab, kill, following))
         show(await run_nats_restart(lab))
         show(await run_router_restart(lab))
         show(await run_disconnects(lab))
-    return reports
+        return lab.reports
+
+
+def show(report: FaultReport) -> None:
+    print(row(report), flush=True)
 
 
 def header() -> str:

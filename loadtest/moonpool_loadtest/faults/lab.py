@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -113,6 +114,8 @@ class FaultLab:
     #: Sets of requests that nobody has asked yet.
     fresh: list[tuple[Case, ...]]
     reports: list[FaultReport] = field(default_factory=list)
+    #: Failpoints that wait in a part's present life.
+    armed: dict[str, str] = field(default_factory=dict)
 
     def take(self) -> tuple[Case, ...]:
         """Four requests whose prompts no worker has seen: two long, two short."""
@@ -127,14 +130,28 @@ class FaultLab:
             return [error.message]
         return []
 
-    async def rearm(self, target: str, failpoints: str) -> None:
-        """Give a part a new life, with failpoints armed."""
-        part = self.cluster.part(target)
-        part.arm(failpoints)
-        num_starts = part.num_starts
-        await self.cluster.kill(target)
-        await part.wait_starts(num_starts + 1, timeout_s=_JOIN_S)
-        await self.cluster.wait_ready(timeout_s=_JOIN_S)
+    async def arm(self, failpoints: Mapping[str, str]) -> None:
+        """Give parts that are not armed so a new life in which they are. Empty disarms."""
+        targets = {
+            target: text
+            for target, text in failpoints.items()
+            if self.armed.get(target, "") != text
+        }
+        num_starts = {}
+        for target, text in targets.items():
+            self.cluster.part(target).arm(text)
+            num_starts[target] = self.cluster.part(target).num_starts
+            await self.cluster.kill(target)
+        for target, text in targets.items():
+            await self.cluster.part(target).wait_starts(num_starts[target] + 1, timeout_s=_JOIN_S)
+            self.armed[target] = text
+        if targets:
+            await self.cluster.wait_ready(timeout_s=_JOIN_S)
+
+    def arm_next_life(self, target: str, failpoints: str) -> None:
+        """What a part is armed with when it comes back from the fault that is about to happen."""
+        self.cluster.part(target).arm(failpoints)
+        self.armed[target] = failpoints
 
     async def died(self, target: str, num_starts: int) -> list[str]:
         """The part that was to die did, and lives again; else what is wrong."""
@@ -190,30 +207,32 @@ async def open_lab(
     *,
     expected: Expected,
     sets: Sequence[tuple[Case, ...]],
-    failpoints: Mapping[str, str] | None = None,
-    on_event: Callable[[str], None] = lambda _text: None,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[FaultLab]:
-    """Start the cluster that is to be broken.
+    """Start the workers of the cluster that is to be broken: no broker and no router yet.
 
     Args:
-        failpoints: Armed in the first life of parts.
+        environment: Of the parts, beside this process's own.
     """
+    port = free_port()
+    router = config.router.model_copy(update={"grpc_port": port})
     options = ClusterOptions(
-        is_pinned=False,
         restart=RestartPolicy(min_pause_s=0.05, max_pause_s=0.5),
-        failpoints=failpoints or {},
+        is_pinned=False,
+        has_nats=False,
+        has_router=False,
+        waits_ready=False,
+        environment=environment or {},
     )
     async with (
-        LocalCluster(
-            config,
-            options=options,
-            on_event=lambda event: on_event(f"{event.part} {event.state} {event.detail}"),
-        ) as cluster,
-        open_channel(cluster.endpoints.grpc_address) as channel,
+        LocalCluster(config.model_copy(update={"router": router}), options=options) as cluster,
+        open_channel(f"127.0.0.1:{port}") as channel,
     ):
-        yield FaultLab(
-            cluster=cluster,
-            client=Client(channel),
-            expected=expected,
-            fresh=list(sets),
-        )
+        yield FaultLab(cluster=cluster, client=Client(channel), expected=expected, fresh=list(sets))
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port

@@ -9,16 +9,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from moonpool.cluster.local_cluster import ROUTER, ClusterOptions, LocalCluster
+from moonpool.cluster.local_cluster import ROUTER, LocalCluster
 from moonpool.cluster.part import PartState
-from moonpool.config.schema import ClusterConfig
 from moonpool.errors import MoonpoolError, UnavailableError
-from moonpool.rpc.channel import open_channel
-from moonpool_loadtest.faults.lab import Expected, FaultLab, FaultReport
-from moonpool_loadtest.faults.workload import Case, Client, Outcome
+from moonpool_loadtest.faults.lab import FaultLab, FaultReport
+from moonpool_loadtest.faults.workload import Outcome
 
 PREFILL = "prefill-0"
+#: Reads KV from the prefill worker's memory.
 DECODE = "decode-0"
+#: Reads KV over gRPC.
+DECODE_GRPC = "grpc-0"
 
 _POLL_S = 0.005
 #: A router serves this soon after the broker is there (issue 2).
@@ -86,31 +87,72 @@ def decode_kills(*, positions: Sequence[int]) -> tuple[Kill, ...]:
     )
 
 
-async def run_kill(lab: FaultLab, kill: Kill, following: Kill | None) -> FaultReport:
-    """The target is armed already; it comes back armed for `following` if that has the same one."""
-    part = lab.cluster.part(kill.target)
-    part.arm(
-        following.failpoints if following is not None and following.target == kill.target else ""
+async def run_boot_without_nats(lab: FaultLab) -> FaultReport:
+    """No broker and no router at first; then a router, which is not ready; then the broker."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    cluster = lab.cluster
+    problems: list[str] = []
+    for worker_id in cluster.worker_ids:
+        await cluster.part(worker_id).wait_ready(timeout_s=60.0)
+    cluster.start_router()
+    await cluster.part(ROUTER).wait_ready(timeout_s=60.0)
+    status = await cluster.status()
+    if status.is_ready or status.is_bus_connected:
+        problems.append("the router was ready without a broker")
+    await cluster.start_nats()
+    nats_at = loop.time()
+    await cluster.wait_ready(timeout_s=30.0)
+    ready_after_s = loop.time() - nats_at
+    if ready_after_s > READY_AFTER_NATS_S:
+        problems.append(f"ready only {ready_after_s:.1f} s after the broker")
+    problems += [
+        f"{name} crashed without the broker"
+        for name in (ROUTER, *cluster.worker_ids)
+        if cluster.part(name).num_starts > 1
+    ]
+    outcomes = await lab.client.ask_all(lab.take())
+    problems += await lab.settle()
+    return lab.judge(
+        "NATS absent at boot, router after the workers",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=f"ready {ready_after_s:.2f} s after NATS",
     )
-    num_starts = part.num_starts
+
+
+async def run_without_fault(lab: FaultLab) -> FaultReport:
+    """Prefilled elsewhere and read over each transport, or all on the decode worker; at any batch."""
+    started = asyncio.get_running_loop().time()
+    outcomes = await lab.client.ask_all([case for _ in range(2) for case in lab.take()])
+    for case in lab.take():
+        outcomes.append(await lab.client.ask(case))
+    used = {
+        outcome.done.placement.decode_worker
+        for outcome in outcomes
+        if outcome.done is not None and outcome.done.placement.prefill_worker
+    }
+    problems = [f"no long request was decoded on {name}" for name in {DECODE, DECODE_GRPC} - used]
+    problems += await lab.settle()
+    return lab.judge("none: two workers against one", outcomes, problems=problems, started=started)
+
+
+async def run_kill(lab: FaultLab, kill: Kill, following: Kill | None) -> FaultReport:
+    """Four requests at once, two of them long.
+
+    Args:
+        following: What the target comes back armed with, if it is the same: saves a restart.
+    """
+    await lab.arm({kill.target: kill.failpoints})
+    is_same = following is not None and following.target == kill.target
+    lab.arm_next_life(kill.target, following.failpoints if following and is_same else "")
+    num_starts = lab.cluster.part(kill.target).num_starts
     started = asyncio.get_running_loop().time()
     outcomes = await lab.client.ask_all(lab.take())
     problems = await lab.died(kill.target, num_starts)
     problems += await lab.settle()
     return lab.judge(kill.name, outcomes, problems=problems, started=started)
-
-
-async def run_kills(
-    lab: FaultLab, kills: Sequence[Kill], on_report: Callable[[FaultReport], None]
-) -> None:
-    """One after the other. The first of each target costs a restart to arm it."""
-    armed = ""
-    for index, kill in enumerate(kills):
-        if armed != kill.target:
-            await lab.rearm(kill.target, kill.failpoints)
-        following = kills[index + 1] if index + 1 < len(kills) else None
-        on_report(await run_kill(lab, kill, following))
-        armed = kill.target if following is not None and following.target == kill.target else ""
 
 
 async def run_nats_restart(lab: FaultLab) -> FaultReport:
@@ -167,13 +209,7 @@ async def run_disconnects(lab: FaultLab) -> FaultReport:
     others stay and must get their whole answers.
     """
     started = asyncio.get_running_loop().time()
-    async with asyncio.TaskGroup() as tasks:
-        for target, failpoints in (
-            (PREFILL, SLOW_PREFILL),
-            (DECODE, SLOW_DECODE),
-            ("decode-1", SLOW_DECODE),
-        ):
-            tasks.create_task(lab.rearm(target, failpoints))
+    await lab.arm({PREFILL: SLOW_PREFILL, DECODE: SLOW_DECODE, DECODE_GRPC: SLOW_DECODE})
     outcomes: list[Outcome] = []
     met: list[str] = []
     problems: list[str] = []
@@ -187,55 +223,12 @@ async def run_disconnects(lab: FaultLab) -> FaultReport:
                 problems.append(f"stage {stage.__name__} was not met")
         outcomes += staying.result()
         problems += await lab.settle()
-    async with asyncio.TaskGroup() as tasks:
-        for target in (PREFILL, DECODE, "decode-1"):
-            tasks.create_task(lab.rearm(target, ""))
     return lab.judge(
         "clients leave at every stage",
         outcomes,
         problems=problems,
         started=started,
         note=f"met: {', '.join(met)}",
-    )
-
-
-async def run_boot_without_nats(
-    config: ClusterConfig, expected: Expected, cases: Sequence[Case]
-) -> FaultReport:
-    """No broker and no router at first; then a router, which is not ready; then the broker."""
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    options = ClusterOptions(is_pinned=False, has_nats=False, has_router=False, waits_ready=False)
-    problems: list[str] = []
-    async with LocalCluster(config, options=options) as cluster:
-        for worker_id in cluster.worker_ids:
-            await cluster.part(worker_id).wait_ready(timeout_s=60.0)
-        cluster.start_router()
-        await cluster.part(ROUTER).wait_ready(timeout_s=60.0)
-        status = await cluster.status()
-        if status.is_ready or status.is_bus_connected:
-            problems.append("the router was ready without a broker")
-        await cluster.start_nats()
-        nats_at = loop.time()
-        await cluster.wait_ready(timeout_s=30.0)
-        ready_after_s = loop.time() - nats_at
-        if ready_after_s > READY_AFTER_NATS_S:
-            problems.append(f"ready only {ready_after_s:.1f} s after the broker")
-        problems += [
-            f"{name} crashed without the broker"
-            for name in (ROUTER, *cluster.worker_ids)
-            if cluster.part(name).num_starts > 1
-        ]
-        async with open_channel(cluster.endpoints.grpc_address) as channel:
-            lab = FaultLab(cluster=cluster, client=Client(channel), expected=expected, fresh=[])
-            outcomes = await lab.client.ask_all(cases)
-            problems += await lab.settle()
-    return lab.judge(
-        "NATS absent at boot, router after the workers",
-        outcomes,
-        problems=problems,
-        started=started,
-        note=f"ready {ready_after_s:.2f} s after NATS",
     )
 
 
