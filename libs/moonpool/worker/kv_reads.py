@@ -21,7 +21,8 @@ from moonpool.handoff.events import ReadDone
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.transport.base import KvRead
-from moonpool.worker.attempt_book import AttemptBook, ReadRecord
+from moonpool.worker.attempt_book import AttemptBook
+from moonpool.worker.attempt_spans import ReadRecord
 from moonpool.worker.peers import Peer, PeerDirectory
 
 log = structlog.get_logger("moonpool.worker")

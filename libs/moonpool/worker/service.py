@@ -24,30 +24,24 @@ from typing import Protocol
 
 import structlog
 
-from moonpool import __version__
 from moonpool.api.v1 import worker_pb2_grpc
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
 from moonpool.clock import Clock
 from moonpool.config.process import WorkerConfig
 from moonpool.config.secret import ClusterSecret, load_or_create_secret
-from moonpool.core.config import CoreConfig
 from moonpool.core.protocol import Command
-from moonpool.errors import ConfigError, FailedPreconditionError
+from moonpool.errors import FailedPreconditionError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.config import HandoffConfig
 from moonpool.handoff.worker import WorkerHandoffs
-from moonpool.hub.model_dir import ModelDir, resolve
+from moonpool.hub.model_dir import resolve
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
-from moonpool.kv.block_hash import ModelNamespace
-from moonpool.kv.digest import DigestKind
 from moonpool.kv.layout import KvLayout
-from moonpool.kv.region import KvRegion
 from moonpool.memory.fd_server import FdServer, socket_name
 from moonpool.memory.host import host_id
 from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
 from moonpool.native import Kernels, kernels, status
-from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.metadata import Metadata, call_metadata
 from moonpool.rpc.server import RpcServer
 from moonpool.service.life import Life, ReadyFacts
@@ -58,7 +52,6 @@ from moonpool.transport.base import ByteArray, LocalPool, Transport
 from moonpool.transport.grpc_server import kv_read_handler
 from moonpool.transport.select import TransportSelector
 from moonpool.wire.engine_frames import EngineReady
-from moonpool.wire.worker import WorkerHello
 from moonpool.worker.announcer import Announcer
 from moonpool.worker.compatibility import handoff_fingerprint
 from moonpool.worker.engine_channel import FrameHandler
@@ -66,6 +59,7 @@ from moonpool.worker.engine_process import EngineOptions
 from moonpool.worker.peer_connector import PeerConnector
 from moonpool.worker.peers import PeerDirectory
 from moonpool.worker.rpc_service import SERVICE_NAME, WorkerServicer
+from moonpool.worker.settings import core_config, engine_options, pool_layout, worker_hello
 from moonpool.worker.shell import WorkerShell
 
 log = structlog.get_logger("moonpool.worker")
@@ -168,7 +162,8 @@ class WorkerService:
         )
         secret = await asyncio.to_thread(load_or_create_secret, common.data_dir)
         model = await asyncio.to_thread(resolve, common.model, data_dir=common.data_dir)
-        layout = _layout(config, model)
+        layout = pool_layout(config, model)
+        core = core_config(config, model, layout)
         memory = await asyncio.to_thread(WorkerMemory.create, layout)
         life.stack.callback(memory.close)
         key = WorkerKey(WorkerId(config.worker_id), Incarnation(secrets.token_hex(8)))
@@ -177,7 +172,7 @@ class WorkerService:
         await server.start()
         life.stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
         address = f"{config.worker.advertise_host or config.worker.host}:{server.port}"
-        hello = _hello(config, key, model, layout, secret, address)
+        hello = worker_hello(config, key, model, layout, secret, address)
 
         transports = await self._enter_transports(life, memory, secret)
         peers = PeerDirectory(
@@ -188,7 +183,6 @@ class WorkerService:
                 rpc_key=secret.rpc_key,
             )
         )
-        core = _core_config(config, model, hello.max_model_len)
         engines: list[Engine] = []
         shell = WorkerShell(
             hello=hello,
@@ -213,7 +207,7 @@ class WorkerService:
         )
         engine = self._adapters.start_engine(
             memory=memory,
-            options=_engine_options(config, key, model, core, hello.namespace, secret),
+            options=engine_options(config, key, model, core, hello.namespace, secret),
             on_frame=shell.on_frame,
         )
         engines.append(engine)
@@ -295,111 +289,6 @@ class WorkerService:
 
     def _on_bus_connection(self, is_connected: bool) -> None:
         self.metrics.set(names.NATS_CONNECTED, is_connected)
-
-
-def _layout(config: WorkerConfig, model: ModelDir) -> KvLayout:
-    """The pool: as many blocks as asked for, or as fit in the memory that it may have.
-
-    Raises:
-        ConfigError: Not even two blocks fit.
-    """
-    settings, dtype = config.worker, config.common.dtype
-    num_blocks = settings.num_blocks
-    if num_blocks is None:
-        block_bytes = model.config.kv_layout(1, dtype, settings.block_size).block_bytes
-        num_blocks = settings.kv_cache_memory_bytes // block_bytes
-        if num_blocks < 2:
-            raise ConfigError(
-                f"kv_cache_memory_bytes = {settings.kv_cache_memory_bytes}: a block of this model "
-                f"has {block_bytes} bytes; allowed is at least two blocks"
-            )
-    return model.config.kv_layout(num_blocks, dtype, settings.block_size)
-
-
-def _core_config(config: WorkerConfig, model: ModelDir, max_model_len: int) -> CoreConfig:
-    settings = config.worker
-    return CoreConfig(
-        num_blocks=_layout(config, model).num_blocks,
-        block_size=settings.block_size,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=max_model_len,
-        local_prefill_tokens=config.common.local_prefill_tokens,
-        max_queued_steps=settings.max_queued_steps,
-        headroom_tokens=settings.headroom_tokens,
-        eos_token_ids=model.config.eos_token_ids,
-        is_checked=settings.is_checked,
-    )
-
-
-def _hello(
-    config: WorkerConfig,
-    key: WorkerKey,
-    model: ModelDir,
-    layout: KvLayout,
-    secret: ClusterSecret,
-    address: str,
-) -> WorkerHello:
-    settings, dtype = config.worker, config.common.dtype
-    max_model_len = settings.max_model_len or model.config.max_positions
-    if max_model_len > model.config.max_positions:
-        raise ConfigError(
-            f"max_model_len = {max_model_len}: the model's limit is {model.config.max_positions}"
-        )
-    region = KvRegion(
-        worker=key,
-        layout=layout,
-        pool_bytes=layout.pool_bytes,
-        digest_kind=DigestKind.XXH3_64,
-        host_id=host_id(),
-        fd_socket=socket_name(key),
-        grpc_address=address,
-    )
-    return WorkerHello(
-        worker=key,
-        role=WorkerRole(config.role),
-        model=model.name,
-        namespace=ModelNamespace(
-            model_fingerprint=model.fingerprint,
-            compute_dtype=dtype,
-            kv_dtype=dtype,
-            block_size=settings.block_size,
-        ),
-        secret_fingerprint=secret.fingerprint,
-        regions=(region,),
-        max_model_len=max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        grpc_address=address,
-        version=__version__,
-    )
-
-
-def _engine_options(
-    config: WorkerConfig,
-    key: WorkerKey,
-    model: ModelDir,
-    core: CoreConfig,
-    namespace: ModelNamespace,
-    secret: ClusterSecret,
-) -> EngineOptions:
-    common = config.common
-    return EngineOptions(
-        worker_id=key.worker_id,
-        incarnation=key.incarnation,
-        model_path=str(model.path),
-        model_name=model.name,
-        data_dir=str(common.data_dir),
-        dtype=common.dtype,
-        core=core,
-        namespace=namespace,
-        secret=secret.value,
-        layer_group=config.worker.layers_per_group,
-        cpu_affinity=config.worker.engine_cpus,
-        num_threads=max(1, len(config.worker.engine_cpus)),
-        failpoints=common.failpoints,
-        log_level=common.telemetry.log_level,
-    )
 
 
 def _words(layout: KvLayout) -> str:

@@ -20,7 +20,8 @@ from moonpool.ids import AttemptId
 from moonpool.rpc.errors import error_from
 from moonpool.rpc.metadata import call_metadata
 from moonpool.wire.handoff import open_to_pb, source_message_from_pb
-from moonpool.worker.attempt_book import AttemptBook, CommitTimes
+from moonpool.worker.attempt_book import AttemptBook
+from moonpool.worker.attempt_spans import CommitTimes
 from moonpool.worker.peers import Peer, PeerDirectory
 
 log = structlog.get_logger("moonpool.worker")
