@@ -38,7 +38,7 @@ class EndlessDoor:
         self.left = asyncio.Event()
 
     @asynccontextmanager
-    async def submit(self, request: GenerationRequest) -> AsyncIterator[Endless]:
+    async def submit(self, request: GenerationRequest, *, endpoint: str) -> AsyncIterator[Endless]:
         try:
             yield Endless()
         finally:

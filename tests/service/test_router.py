@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.bus.memory import MemoryBroker, MemoryBus
+from moonpool.clock import SystemClock
 from moonpool.core.protocol import HandBackReason, RefuseReason
 from moonpool.errors import (
     DeadlineExceededError,
@@ -26,12 +28,14 @@ from moonpool.inference.generation import (
 from moonpool.inference.output import FinishReason
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.admin import fetch_trace
-from moonpool.service.life import StopPolicy
+from moonpool.rpc.channel import open_channel
+from moonpool.service.life import StopPolicy, running
 from moonpool.telemetry.spans import SpanContext
 from moonpool.wire.spans import Span
+from moonpool_router.app import RouterService
 from support.eventually import eventually
 from support.fake_worker import FakeWorker, fake_worker
-from support.router import Answered, ask, router
+from support.router import Answered, Client, ask, fake_cluster, router, tiny_router_config
 from support.tiny_llama import write_tiny_llama
 
 
@@ -75,6 +79,39 @@ async def test_a_text_becomes_tokens_and_tokens_become_text(
     assert answered.done.placement.prefill_worker == ""
     timing = answered.done.timing
     assert sum(timing.ttft_parts_ms.values()) == pytest.approx(timing.ttft_ms)
+
+
+async def test_the_books_hold_what_happened(tmp_path: Path) -> None:
+    config = tiny_router_config(tmp_path)
+    broker = MemoryBroker()
+    service = RouterService(config, bus=MemoryBus(broker), clock=SystemClock())
+    cluster = fake_cluster(config)
+    async with running(service) as life, MemoryBus(broker) as bus:
+        address = str(life.facts["grpc_address"])
+        async with open_channel(address) as channel, fake_worker(cluster, bus) as worker:
+            client = Client(channel, address)
+            await worker.joined()
+            await eventually(client.is_serving, timeout_s=5, what="serving")
+            with pytest.raises(InvalidRequestError):
+                await client.generate(ask(temperature=9.0))
+            asking = asyncio.create_task(client.generate(ask(max_tokens=2)))
+            speak(worker, await worker.next(DecodeRequest), [65, 66])
+            await asking
+            call = client.call(ask())
+            await worker.next(DecodeRequest)
+            call.cancel()
+            await worker.next(AbortRequest)
+            lines = service.render_metrics().decode().splitlines()
+    requests = sorted(line for line in lines if line.startswith("moonpool_requests_total{"))
+    assert [line.split("{")[1] for line in requests] == [
+        'endpoint="grpc",error_code="",model="tiny",status="200"} 1.0',
+        'endpoint="grpc",error_code="cancelled",model="tiny",status="499"} 1.0',
+        'endpoint="grpc",error_code="invalid_value",model="tiny",status="400"} 1.0',
+    ]
+    assert 'moonpool_generation_tokens_total{model="tiny"} 2.0' in lines
+    assert 'moonpool_cancelled_total{phase="wait"} 1.0' in lines
+    assert 'moonpool_worker_state{role="decode",state="up"} 1.0' in lines
+    assert 'moonpool_rejected_total{reason="invalid_value"} 1.0' in lines
 
 
 async def test_a_long_prompt_is_prefilled_elsewhere_and_its_first_token_comes_early(

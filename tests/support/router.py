@@ -137,17 +137,22 @@ def tiny_router_config(tmp_path: Path, **settings: Any) -> RouterConfig:
     return router_config(cluster, nats_url="nats://127.0.0.1:1")
 
 
+def fake_cluster(config: RouterConfig) -> FakeCluster:
+    """What workers must have in common with a router of this configuration."""
+    data_dir = config.common.data_dir
+    return FakeCluster(
+        secret=load_or_create_secret(data_dir),
+        fingerprint=resolve(config.common.model, data_dir=data_dir).fingerprint,
+    )
+
+
 @asynccontextmanager
 async def router(
     tmp_path: Path, *, policy: StopPolicy | None = None, **settings: Any
 ) -> AsyncIterator[RouterUnderTest]:
     """A started router without workers."""
     config = tiny_router_config(tmp_path, **settings)
-    data_dir = config.common.data_dir
-    cluster = FakeCluster(
-        secret=load_or_create_secret(data_dir),
-        fingerprint=resolve(config.common.model, data_dir=data_dir).fingerprint,
-    )
+    cluster = fake_cluster(config)
     broker = MemoryBroker()
     service = build(config, bus=MemoryBus(broker))
     async with running(service, policy=policy) as life, MemoryBus(broker) as bus:

@@ -15,9 +15,11 @@ from moonpool.inference.generation import GenerationChunk, GenerationDone, Gener
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
+from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Span, Tracer
 from moonpool_router.answer import Answer, PrefillTimes
 from moonpool_router.answer_trace import AnswerTrace
+from moonpool_router.books import ROUTER_METRICS, RouterBooks
 
 
 class Letters:
@@ -40,6 +42,7 @@ def make_answer(*stop: str) -> Answer:
         request,
         AnswerText(Letters(), stop),
         trace=AnswerTrace(tracer, tracer.start("root")),
+        books=RouterBooks(Metrics(ROUTER_METRICS), model="m"),
         arrived_unix_s=10.0,
         tokenized_unix_s=10.1,
     )

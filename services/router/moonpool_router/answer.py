@@ -25,6 +25,7 @@ from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.ttft import FirstTokenMoments, split_ttft
 from moonpool_router.answer_trace import AnswerTrace
+from moonpool_router.books import RouterBooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +49,13 @@ class Answer:
         text: AnswerText,
         *,
         trace: AnswerTrace,
+        books: RouterBooks,
         arrived_unix_s: float,
         tokenized_unix_s: float,
     ) -> None:
         self.request = request
         self.trace = trace
+        self._books = books
         self._text = text
         self._moments = FirstTokenMoments(
             arrived=arrived_unix_s,
@@ -62,7 +65,8 @@ class Answer:
             prefill_ended=None,
             first_token=tokenized_unix_s,
         )
-        self._has_first_token = False
+        #: When the last tokens came; None before the first.
+        self._last_token_unix_s: float | None = None
         self._placement: Placement | None = None
         self._num_attempts = 0
         self._pending_text: list[str] = []
@@ -81,6 +85,16 @@ class Answer:
         return self._text.num_tokens
 
     @property
+    def is_placed(self) -> bool:
+        """A worker has been given it, if only for a moment."""
+        return self._placement is not None
+
+    @property
+    def done(self) -> GenerationDone | None:
+        """How it ended, if it ended well; the client may not have read it."""
+        return self._end if isinstance(self._end, GenerationDone) else None
+
+    @property
     def is_ended(self) -> bool:
         """The request machine is through with it; the client may not be."""
         return self._end is not None
@@ -91,7 +105,8 @@ class Answer:
         self._placement = placement
         self._num_attempts = placement.attempt
         self.trace.on_placed(placement)
-        if not self._has_first_token:
+        self._books.placed(placement, num_emitted=self._text.num_tokens)
+        if self._last_token_unix_s is None:
             self._moments = replace(self._moments, placed=unix_s)
 
     def on_prefilled(self, times: PrefillTimes) -> None:
@@ -107,11 +122,16 @@ class Answer:
         """More of the answer. True if its text is complete: a stop string was found."""
         if self._text.is_stopped_by_text:
             return False
-        if run.token_ids and not self._has_first_token:
-            self._has_first_token = True
+        if run.token_ids and self._last_token_unix_s is None:
             self.trace.on_first_token()
             self._moments = replace(self._moments, first_token=unix_s)
         piece = self._text.push(run)
+        if piece.token_ids:
+            last = self._last_token_unix_s
+            self._books.tokens(
+                len(piece.token_ids), gap_s=None if last is None else max(unix_s - last, 0.0)
+            )
+            self._last_token_unix_s = unix_s
         if piece.text:
             self._pending_text.append(piece.text)
         self._pending_ids += piece.token_ids

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 
 from moonpool import __version__
@@ -31,12 +32,16 @@ from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.rpc.options import PUBLIC_MESSAGE_BYTES
 from moonpool.rpc.server import RpcServer
 from moonpool.service.life import Life, ReadyFacts, Service
+from moonpool.service.loop_lag import watch_loop_lag
+from moonpool.telemetry import names
+from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.otlp import OtlpExport
 from moonpool.telemetry.spans import Span, Tracer, TraceRing
 from moonpool.wire.admin import RouterSnapshot, WorkerSnapshot
 from moonpool.wire.worker import RouterHello
 from moonpool_router import admin_door, inference_door
 from moonpool_router.admin_door import AdminDoor
+from moonpool_router.books import ROUTER_METRICS, FleetCounts, RouterBooks
 from moonpool_router.bus_listener import BusListener
 from moonpool_router.compatibility import Compatibility
 from moonpool_router.dispatch_loop import DispatchLoop
@@ -78,6 +83,7 @@ class RouterService:
         self._model: ServedModel | None = None
         self._pipeline: RequestPipeline | None = None
         self._loop: DispatchLoop | None = None
+        self._books: RouterBooks | None = None
 
     @property
     def name(self) -> str:
@@ -121,12 +127,15 @@ class RouterService:
             on_change=self._changed.set,
         )
         links.listen(loop)
+        books = self._books = RouterBooks(Metrics(ROUTER_METRICS), model=model.facts.name)
+        books.metrics.set(names.BUILD_INFO, 1, version=__version__, process=self.name)
         pipeline = self._pipeline = RequestPipeline(
             model,
             loop,
             limits=PipelineLimits(request_timeout_s=config.router.request_timeout_s),
             tracer=tracer,
             traces=traces,
+            books=books,
             clock=self._clock,
         )
         await life.enter(self._bus)
@@ -140,6 +149,7 @@ class RouterService:
         life.spawn(loop.run(), name="dispatch")
         life.spawn(listener.listen(), name="announcements")
         life.spawn(listener.ask(), name="who")
+        life.spawn(watch_loop_lag(books.loop_lag), name="loop lag")
         life.spawn(self._follow_readiness(server, loop), name="readiness")
         return {"grpc_address": server.address, "grpc_port": server.port}
 
@@ -162,6 +172,26 @@ class RouterService:
         )
         await self._pipeline.wait_idle()
         await self._server.stop(grace_s=_STOP_GRACE_S)
+
+    # -- for doors --
+
+    def render_metrics(self) -> bytes:
+        """The text that Prometheus scrapes, with gauges as of now."""
+        assert self._loop is not None
+        assert self._books is not None
+        num_workers = Counter(
+            (member.role.value if member.role else "unknown", member.state.value)
+            for member in self._loop.members()
+        )
+        self._books.fleet(
+            FleetCounts(
+                num_queued=self._loop.num_queued,
+                num_running=self._loop.num_running,
+                is_bus_connected=self._bus.is_connected,
+                num_workers=dict(num_workers),
+            )
+        )
+        return self._books.metrics.render()
 
     # -- parts --
 

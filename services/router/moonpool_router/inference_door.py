@@ -15,6 +15,8 @@ from moonpool.wire.inference import generation_event_to_pb, generation_request_f
 from moonpool_router.pipeline import CLIENT_STALL_S, Frontdoor
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+#: In the books.
+ENDPOINT = "grpc"
 
 log = structlog.get_logger("moonpool.router")
 
@@ -37,7 +39,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServicer):
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        async with self._pipeline.submit(generation) as answer:
+        async with self._pipeline.submit(generation, endpoint=ENDPOINT) as answer:
             async for event in answer:
                 # While this generator is suspended in `yield`, gRPC writes; a client that does not
                 # read holds it there.

@@ -1,6 +1,6 @@
 """RequestPipeline: from a client's request to its answer. Every door (gRPC, HTTP) stands on it.
 
-    async with pipeline.submit(request) as answer:     # raises before a byte is sent, if it will
+    async with pipeline.submit(request, endpoint=...) as answer:     # raises before a byte is sent, if it will
         async for event in answer: ...                 # GenerationChunk ..., GenerationDone; or raises
 
 Rules
@@ -39,6 +39,7 @@ from moonpool.telemetry import names
 from moonpool.telemetry.spans import OpenSpan, Tracer, TraceRing
 from moonpool_router.answer import Answer
 from moonpool_router.answer_trace import AnswerTrace
+from moonpool_router.books import RouterBooks
 from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.served_model import ServedModel
 
@@ -64,7 +65,9 @@ class Frontdoor(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def submit(self, request: GenerationRequest) -> AbstractAsyncContextManager[AnswerStream]: ...
+    def submit(
+        self, request: GenerationRequest, *, endpoint: str
+    ) -> AbstractAsyncContextManager[AnswerStream]: ...
 
 
 class AnswerStream(Protocol):
@@ -87,12 +90,14 @@ class RequestPipeline:
         limits: PipelineLimits,
         tracer: Tracer,
         traces: TraceRing,
+        books: RouterBooks,
         clock: Clock,
     ) -> None:
         self._model = model
         self._loop = loop
         self._tracer = tracer
         self._traces = traces
+        self._books = books
         self._limits = limits
         self._clock = clock
         self._is_draining = False
@@ -121,8 +126,11 @@ class RequestPipeline:
         await self._idle.wait()
 
     @asynccontextmanager
-    async def submit(self, request: GenerationRequest) -> AsyncIterator[Answer]:
+    async def submit(self, request: GenerationRequest, *, endpoint: str) -> AsyncIterator[Answer]:
         """Check, tokenize and place one request; see the file's head.
+
+        Args:
+            endpoint: Which door it came through, for the books: one of few.
 
         Raises:
             InvalidRequestError, NotFoundError: It can never succeed as it is.
@@ -130,38 +138,59 @@ class RequestPipeline:
             UnavailableError: Draining, or nobody can serve it.
         """
         arrived_s, arrived_unix_s = self._clock.now(), self._clock.unix()
-        self._admit(request)
+        answer: Answer | None = None
+        failure: MoonpoolError | None = None
+        root = self._root_span(request)
         self._num_requests += 1
         self._idle.clear()
-        request_id = RequestId(uuid.uuid4().hex)
-        root = self._root_span(request)
-        self._traces.begin(request_id, root.context)
         try:
+            self._admit(request)
+            request_id = RequestId(uuid.uuid4().hex)
+            self._traces.begin(request_id, root.context)
             answer = await self._prepare(request, request_id, root, arrived_unix_s)
-            timeout_s = self._limits.request_timeout_s
-            if request.deadline_s is not None:
-                timeout_s = min(request.deadline_s, timeout_s)
             self._loop.begin(
                 answer,
                 RequestArrived(
-                    request=answer.request,
-                    deadline_s=max(timeout_s - (self._clock.now() - arrived_s), 0.0),
+                    request=answer.request, deadline_s=self._remaining_s(request, arrived_s)
                 ),
             )
-            try:
-                yield answer
-            finally:
-                if not answer.is_ended:
-                    self._loop.handle(RequestCancelled(request_id=answer.request_id))
-                self._loop.forget(answer.request_id)
+            yield answer
         except MoonpoolError as error:
+            failure = error
             root.fail(error.code)
             raise
         finally:
+            if answer is not None:
+                if not answer.is_ended:
+                    self._loop.handle(RequestCancelled(request_id=answer.request_id))
+                self._loop.forget(answer.request_id)
             root.end()
+            self._keep_books(answer, failure, endpoint, self._clock.now() - arrived_s)
             self._num_requests -= 1
             if not self._num_requests:
                 self._idle.set()
+
+    def _remaining_s(self, request: GenerationRequest, arrived_s: float) -> float:
+        timeout_s = self._limits.request_timeout_s
+        if request.deadline_s is not None:
+            timeout_s = min(request.deadline_s, timeout_s)
+        return max(timeout_s - (self._clock.now() - arrived_s), 0.0)
+
+    def _keep_books(
+        self,
+        answer: Answer | None,
+        failure: MoonpoolError | None,
+        endpoint: str,
+        duration_s: float,
+    ) -> None:
+        if failure is not None:
+            is_rejected = answer is None or not answer.is_placed
+            self._books.failed(failure, endpoint=endpoint, is_rejected=is_rejected)
+        elif answer is not None and answer.done is not None:
+            self._books.done(answer.done, endpoint=endpoint, duration_s=duration_s)
+        else:
+            phase = "tokenize" if answer is None else "stream" if answer.num_tokens else "wait"
+            self._books.cancelled(endpoint=endpoint, phase=phase)
 
     def _admit(self, request: GenerationRequest) -> None:
         if self._is_draining:
@@ -175,9 +204,9 @@ class RequestPipeline:
                 code="model_not_found",
                 param="model",
             )
-        if self._num_requests >= self._limits.max_requests:
+        if self._num_requests > self._limits.max_requests:
             raise OverloadedError(
-                f"The server holds {self._num_requests} requests, as many as it may.",
+                f"The server holds {self._limits.max_requests} requests, as many as it may.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         reason = self._loop.why_not_ready()
@@ -217,6 +246,7 @@ class RequestPipeline:
             ),
             AnswerText(self._model.detokenizer(), request.options.stop),
             trace=AnswerTrace(self._tracer, root),
+            books=self._books,
             arrived_unix_s=arrived_unix_s,
             tokenized_unix_s=self._clock.unix(),
         )

@@ -1,0 +1,136 @@
+"""RouterBooks: the router's metrics, in one place, each told once what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.dispatch.effects import Placement
+from moonpool.errors import MoonpoolError
+from moonpool.inference.generation import GenerationDone
+from moonpool.telemetry import names
+from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.names import Metric
+from moonpool.wire.status import to_http
+
+#: What ended the attempt before, by the words with which the request machine says it.
+_RETRY_REASONS = ("refused", "handed back", "lost", "diverged")
+
+#: What a router counts; the metrics of workers are not among them.
+ROUTER_METRICS: tuple[Metric, ...] = (
+    names.BUILD_INFO,
+    names.EVENT_LOOP_LAG,
+    names.NATS_CONNECTED,
+    names.REQUESTS,
+    names.QUEUE_REQUESTS,
+    names.INFLIGHT_REQUESTS,
+    names.TTFT,
+    names.ITL,
+    names.E2E,
+    names.STAGE,
+    names.PROMPT_TOKENS,
+    names.GENERATION_TOKENS,
+    names.CACHED_TOKENS,
+    names.ROUTE_DECISIONS,
+    names.MIGRATIONS,
+    names.RETRIES,
+    names.CANCELLED,
+    names.REJECTED,
+    names.WORKER_STATE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetCounts:
+    """Gauges, as of now."""
+
+    num_queued: int
+    num_running: int
+    is_bus_connected: bool
+    #: By (role, state).
+    num_workers: dict[tuple[str, str], int]
+
+
+class RouterBooks:
+    """Counts for one router and its one model."""
+
+    def __init__(self, metrics: Metrics, *, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._worker_states: set[tuple[str, str]] = set()
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._metrics
+
+    def placed(self, placement: Placement, *, num_emitted: int) -> None:
+        """An attempt was sent to its workers."""
+        self._metrics.count(names.ROUTE_DECISIONS, reason=placement.decision.reason.value)
+        if placement.attempt > 1:
+            self._metrics.count(names.RETRIES, reason=_retry_reason(placement.previous_outcome))
+            if num_emitted:
+                self._metrics.count(
+                    names.MIGRATIONS, kind=_retry_reason(placement.previous_outcome)
+                )
+
+    def tokens(self, num_tokens: int, *, gap_s: float | None) -> None:
+        """Tokens of one request came, `gap_s` after those before; None for the first."""
+        self._metrics.count(names.GENERATION_TOKENS, num_tokens, model=self._model)
+        if gap_s is not None:
+            for _ in range(num_tokens):
+                self._metrics.observe(names.ITL, gap_s / num_tokens, model=self._model)
+
+    def done(self, done: GenerationDone, *, endpoint: str, duration_s: float) -> None:
+        """A request ended well."""
+        model, metrics = self._model, self._metrics
+        metrics.count(names.REQUESTS, model=model, endpoint=endpoint, status="200", error_code="")
+        metrics.observe(names.E2E, duration_s, model=model)
+        metrics.observe(names.TTFT, done.timing.ttft_ms / 1_000, model=model)
+        for stage, part_ms in done.timing.ttft_parts_ms.items():
+            metrics.observe(names.STAGE, part_ms / 1_000, stage=stage)
+        metrics.count(names.PROMPT_TOKENS, done.usage.num_prompt_tokens, model=model)
+        metrics.count(names.CACHED_TOKENS, done.usage.num_cached_tokens, model=model)
+
+    def failed(self, error: MoonpoolError, *, endpoint: str, is_rejected: bool) -> None:
+        """A request failed; `is_rejected` if it was never given to a worker."""
+        self._metrics.count(
+            names.REQUESTS,
+            model=self._model,
+            endpoint=endpoint,
+            status=str(to_http(error).status),
+            error_code=error.code,
+        )
+        if is_rejected:
+            self._metrics.count(names.REJECTED, reason=error.code)
+
+    def cancelled(self, *, endpoint: str, phase: str) -> None:
+        """The client went away in this phase: `tokenize`, `wait` (no token yet) or `stream`."""
+        self._metrics.count(
+            names.REQUESTS,
+            model=self._model,
+            endpoint=endpoint,
+            status="499",
+            error_code="cancelled",
+        )
+        self._metrics.count(names.CANCELLED, phase=phase)
+
+    def loop_lag(self, lag_s: float) -> None:
+        self._metrics.observe(names.EVENT_LOOP_LAG, lag_s)
+
+    def fleet(self, counts: FleetCounts) -> None:
+        """Set the gauges; a worker state that nobody is in any more becomes 0."""
+        metrics = self._metrics
+        metrics.set(names.QUEUE_REQUESTS, counts.num_queued, priority="0")
+        metrics.set(names.INFLIGHT_REQUESTS, counts.num_running)
+        metrics.set(names.NATS_CONNECTED, int(counts.is_bus_connected))
+        self._worker_states |= counts.num_workers.keys()
+        for role, state in self._worker_states:
+            metrics.set(
+                names.WORKER_STATE,
+                counts.num_workers.get((role, state), 0),
+                role=role,
+                state=state,
+            )
+
+
+def _retry_reason(outcome: str) -> str:
+    return next((reason for reason in _RETRY_REASONS if reason in outcome), "other")
