@@ -204,6 +204,7 @@ async def test_the_last_report_brings_the_spans(tmp_path: Path) -> None:
             (prefill, "first_token"),
             (transfer, "commit_received"),
             (transfer, "admitted"),
+            (decode, "joined"),
             (decode, "first_step"),
         )
     ]

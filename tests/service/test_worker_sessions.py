@@ -121,6 +121,29 @@ async def test_a_frame_tells_of_room_without_being_asked(tmp_path: Path) -> None
         )
 
 
+async def test_it_tells_of_its_engines_steps(tmp_path: Path) -> None:
+    async with fake_workers(tmp_path) as workers:
+        worker, router = await workers.start("d0", "decode")
+        request = make_request(prompt=20, max_tokens=5)
+        router.decode(request)
+        await router.answer(request)
+        await worker.until_quiet()
+        steps = await worker.steps()
+        # A prefill of 20 tokens, which draws the first one; four more.
+        assert [(step.step, step.num_tokens) for step in steps] == [
+            (1, 20),
+            (2, 1),
+            (3, 1),
+            (4, 1),
+            (5, 1),
+        ]
+        moments = [
+            moment for step in steps for moment in (step.planned_unix_ns, step.computed_unix_ns)
+        ]
+        assert moments == sorted(moments)
+        assert await worker.steps(after_step=3) == steps[3:]
+
+
 async def test_it_announces_itself_each_second_and_when_asked(tmp_path: Path) -> None:
     async with fake_workers(tmp_path) as workers:
         worker, router = await workers.start("d0", "both")

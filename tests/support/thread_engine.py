@@ -20,7 +20,7 @@ from moonpool.core.step import LayerMark, StepPlan, StepResult
 from moonpool.failpoints import Failpoints
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.native import kernels
-from moonpool.wire.engine_frames import EngineReady
+from moonpool.wire.engine_messages import EngineReady
 from moonpool.worker.engine_channel import EngineChannel, FrameHandler
 from moonpool.worker.engine_link import EngineLink
 from moonpool.worker.engine_loop import run_engine_loop

@@ -46,10 +46,11 @@ class Workers:
         return worker, await self._stack.enter_async_context(worker.router())
 
     async def check_quiet(self) -> None:
-        """The ledger of every worker that still serves is back to zero."""
+        """Workers that still serve hold nothing, and remember nothing of attempts that have ended."""
         for worker in self._started:
             if worker.running.life.phase is Phase.SERVING:
                 await worker.until_quiet()
+                assert len(worker.service.shell.book) == 0
 
 
 @contextlib.asynccontextmanager

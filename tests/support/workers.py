@@ -12,8 +12,9 @@ from moonpool.bus.memory import MemoryBroker, MemoryBus
 from moonpool.config.process import CommonSettings, WorkerConfig
 from moonpool.config.schema import TelemetrySettings, WorkerSettings
 from moonpool.config.secret import load_or_create_secret
-from moonpool.rpc.admin import fetch_ledger
+from moonpool.rpc.admin import fetch_ledger, fetch_steps
 from moonpool.service.life import Running, StopPolicy, running
+from moonpool.wire.steps import StepRecord
 from moonpool.wire.worker import LedgerReport
 from moonpool.worker.service import StartEngine, WorkerService
 from moonpool_decode.app import build as build_decode
@@ -71,6 +72,12 @@ class RunningWorker:
     async def ledger(self) -> LedgerReport:
         secret = load_or_create_secret(self.config.common.data_dir)
         return await fetch_ledger(self.address, key=secret.rpc_key, deadline_s=5.0)
+
+    async def steps(self, *, after_step: int = 0) -> tuple[StepRecord, ...]:
+        secret = load_or_create_secret(self.config.common.data_dir)
+        return await fetch_steps(
+            self.address, after_step=after_step, key=secret.rpc_key, deadline_s=5.0
+        )
 
     async def until_quiet(self, *, timeout_s: float = 10.0) -> None:
         """Nothing is held any more, on either of its processes."""

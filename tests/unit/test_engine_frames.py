@@ -43,6 +43,13 @@ from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvLayout
 from moonpool.wire.engine_frames import (
     MAX_FRAME_BYTES,
+    FrameBuffer,
+    decode_from_engine,
+    decode_to_engine,
+    encode_from_engine,
+    encode_to_engine,
+)
+from moonpool.wire.engine_messages import (
     EngineBoot,
     EngineCommands,
     EngineFailed,
@@ -50,15 +57,10 @@ from moonpool.wire.engine_frames import (
     EngineMapped,
     EngineReady,
     EngineSteps,
-    FrameBuffer,
     FromEngine,
     TimedFrame,
-    decode_from_engine,
-    decode_to_engine,
-    encode_from_engine,
-    encode_to_engine,
-    merge_frames,
 )
+from moonpool.worker.frame_merging import merge_frames
 
 ATTEMPT = AttemptId(RequestId("request-1"), 3)
 LEDGER = BlockLedger(
@@ -260,17 +262,22 @@ def test_a_length_out_of_step_is_refused() -> None:
 
 
 def test_waiting_frames_merge_but_a_chunk_keeps_its_step() -> None:
-    token = REPLIES[10]
+    def token(position: int) -> TokensReady:
+        run = TokenRun(first_position=position, token_ids=(position,))
+        return TokensReady(attempt_id=ATTEMPT, run=run)
+
+    both = TokensReady(attempt_id=ATTEMPT, run=TokenRun(first_position=1, token_ids=(1, 2)))
+    other = Accepted(attempt_id=AttemptId(RequestId("request-2"), 1))
     chunk = ChunkPlanned(attempt_id=ATTEMPT, start=0, end=16)
     waiting: list[TimedFrame] = []
-    merge_frames(waiting, make_frame(token, step=1))
-    merge_frames(waiting, make_frame(token, step=2))
-    assert waiting == [make_frame(token, token, step=2)]
+    merge_frames(waiting, make_frame(token(1), step=1))
+    merge_frames(waiting, make_frame(other, token(2), step=2))
+    assert waiting == [make_frame(both, other, step=2)]
     merge_frames(waiting, make_frame(chunk, step=3))
-    assert waiting == [make_frame(token, token, chunk, step=3)]
-    merge_frames(waiting, make_frame(token, step=4))
+    assert waiting == [make_frame(both, other, chunk, step=3)]
+    merge_frames(waiting, make_frame(token(3), step=4))
     merge_frames(waiting, make_frame(step=0))
-    assert waiting == [make_frame(token, token, chunk, step=3), make_frame(token, step=0)]
+    assert waiting == [make_frame(both, other, chunk, step=3), make_frame(token(3), step=0)]
 
 
 def frames_of(data: bytes) -> list[bytes]:

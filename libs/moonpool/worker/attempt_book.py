@@ -25,7 +25,7 @@ from moonpool.core.protocol import (
 from moonpool.handoff.messages import WorkerMessage
 from moonpool.ids import AttemptId, WorkerKey
 from moonpool.telemetry.spans import SpanContext
-from moonpool.wire.engine_frames import TimedFrame
+from moonpool.wire.engine_messages import TimedFrame
 from moonpool.wire.spans import Span
 from moonpool.worker.attempt_spans import AttemptRecord, AttemptSpans, CommitTimes, ReadRecord
 
@@ -83,7 +83,9 @@ class AttemptBook:
                 continue
             match reply:
                 case TokensReady(run=run):
-                    if record.admitted_ns and not record.first_step_ns and record.num_output_tokens:
+                    if record.admitted_ns and not record.num_output_tokens:
+                        record.joined_ns = timed.planned_unix_ns or now_ns
+                    elif record.admitted_ns and not record.first_step_ns:
                         record.first_step_ns = timed.computed_unix_ns or now_ns
                     if not record.has_source and not record.first_token_ns:
                         record.first_token_ns = timed.computed_unix_ns or now_ns

@@ -68,6 +68,8 @@ class AttemptRecord:
     source_times: CommitTimes = CommitTimes()
     reads: list[ReadRecord] = field(default_factory=list)
     admitted_ns: int = 0
+    #: The core took it into the running batch, with the token that the source drew.
+    joined_ns: int = 0
     first_step_ns: int = 0
     num_output_tokens: int = 0
     is_prefill_told: bool = False
@@ -136,6 +138,7 @@ class AttemptSpans:
             {
                 names.ATTR_OUTPUT_TOKENS: record.num_output_tokens,
                 "moonpool.admitted_unix_ns": record.admitted_ns,
+                "moonpool.joined_unix_ns": record.joined_ns,
                 "moonpool.first_step_unix_ns": record.first_step_ns,
             },
         )

@@ -12,22 +12,21 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 
 from moonpool.core.protocol import Abort, BlocksArrived, Command, Decode, Prefill
-from moonpool.wire.engine_frames import (
+from moonpool.wire.engine_frames import FrameBuffer, decode_from_engine, encode_to_engine
+from moonpool.wire.engine_messages import (
     EngineBoot,
     EngineCommands,
     EngineFailed,
     EngineMapped,
     EngineReady,
     EngineSteps,
-    FrameBuffer,
     FromEngine,
     TimedFrame,
-    decode_from_engine,
-    encode_to_engine,
 )
 
 _READ_BYTES = 1 << 20
@@ -55,11 +54,13 @@ class EngineChannel:
         self._is_flush_planned = False
         self._is_writing = False
         self._is_open = True
+        self._is_running = False
         self._mapped: asyncio.Future[EngineMapped] = self._loop.create_future()
         self._ready: asyncio.Future[EngineReady | EngineFailed] = self._loop.create_future()
 
     async def run(self) -> str:
-        """Read until the engine's end of file. Returns what was seen."""
+        """Read until the engine's end of file, or `close`. Returns what was seen."""
+        self._is_running = True
         try:
             while self._is_open:
                 try:
@@ -73,7 +74,9 @@ class EngineChannel:
                     self._on_message(decode_from_engine(payload))
             return "the engine closed its end"
         finally:
+            self._is_running = False
             self.close()
+            self._sock.close()
 
     def boot(self, message: EngineBoot) -> None:
         """Send the boot message; first of all."""
@@ -98,14 +101,18 @@ class EngineChannel:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Close our end: the engine ends. May be called twice."""
+        """Close our end: the engine ends, and so does `run`. May be called twice."""
         if not self._is_open:
             return
         self._is_open = False
         if self._is_writing:
             self._is_writing = False
             self._loop.remove_writer(self._sock.fileno())
-        self._sock.close()
+        with contextlib.suppress(OSError):
+            # A read that is under way ends with it; a mere close would leave it waiting for ever.
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if not self._is_running:
+            self._sock.close()
 
     def _merge(self, command: Command) -> None:
         waiting = self._commands

@@ -13,19 +13,17 @@ import select
 import socket
 
 from moonpool.core.protocol import Command
-from moonpool.wire.engine_frames import (
+from moonpool.wire.engine_frames import FrameBuffer, decode_to_engine, encode_from_engine
+from moonpool.wire.engine_messages import (
     EngineBoot,
     EngineCommands,
     EngineFailed,
     EngineMapped,
     EngineReady,
     EngineSteps,
-    FrameBuffer,
     TimedFrame,
-    decode_to_engine,
-    encode_from_engine,
-    merge_frames,
 )
+from moonpool.worker.frame_merging import merge_frames
 
 _READ_BYTES = 1 << 20
 

@@ -19,7 +19,7 @@ from moonpool.clock import Clock
 from moonpool.core.core import Core
 from moonpool.core.step import LayerMark, Runner, StepPlan
 from moonpool.failpoints import Failpoints
-from moonpool.wire.engine_frames import TimedFrame
+from moonpool.wire.engine_messages import TimedFrame
 from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
 
 

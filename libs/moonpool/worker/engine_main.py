@@ -31,7 +31,7 @@ from moonpool.memory.worker_memory import WorkerMemory, WorkerMemoryFds
 from moonpool.native import kernels
 from moonpool.service.log import setup_logging
 from moonpool.service.parent import die_with_parent
-from moonpool.wire.engine_frames import EngineBoot, EngineFailed, EngineMapped, EngineReady
+from moonpool.wire.engine_messages import EngineBoot, EngineFailed, EngineMapped, EngineReady
 from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
 from moonpool.worker.engine_loop import run_engine_loop
 from moonpool.worker.layer_mark import LayerMarker

@@ -25,7 +25,7 @@ from moonpool.errors import InternalError, ModelError, MoonpoolError
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvDtype
 from moonpool.memory.worker_memory import WorkerMemory
-from moonpool.wire.engine_frames import EngineBoot, EngineReady
+from moonpool.wire.engine_messages import EngineBoot, EngineReady
 from moonpool.worker.engine_channel import EngineChannel, FrameHandler
 
 ENGINE_MODULE = "moonpool.worker.engine_main"

@@ -16,12 +16,16 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
+import structlog
+
 from moonpool.clock import Clock
 from moonpool.handoff.events import HandoffEvent, RouterLost, RouterMessageReceived
 from moonpool.handoff.messages import RouterKey, RouterMessage, WorkerMessage
 from moonpool.wire.spans import Span
 from moonpool.worker.load import Load
 from moonpool.worker.outbox import OutboxContent, RouterOutbox
+
+log = structlog.get_logger("moonpool.worker")
 
 #: A frame leaves at least this often: both ends notice silence.
 HEARTBEAT_S = 1.0
@@ -55,6 +59,7 @@ class RouterSessions:
     Args:
         load: The worker's load as of its last frame.
         handle: Takes the routers' messages and RouterLost.
+        silence_s: A router that says nothing for so long is gone.
     """
 
     def __init__(
@@ -63,10 +68,12 @@ class RouterSessions:
         load: Callable[[], Load],
         handle: Callable[[HandoffEvent], None],
         clock: Clock,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._load = load
         self._handle = handle
         self._clock = clock
+        self._silence_s = silence_s
         self._sessions: dict[RouterKey, _Session] = {}
         self._numbers = itertools.count(1)
 
@@ -156,12 +163,14 @@ class RouterSessions:
         iterator = aiter(messages)
         try:
             while True:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(self._silence_s):
                     message = await anext(iterator)
                 if message is not None:
                     self._handle(RouterMessageReceived(router=key, message=message))
-        except (StopAsyncIteration, TimeoutError):
+        except StopAsyncIteration:
             return
+        except TimeoutError:
+            log.warning("worker.router_silent", router=key, silence_s=self._silence_s)
         except Exception as error:  # noqa: BLE001 - raised again where the stream can be told
             session.failure = error
         finally:

@@ -24,6 +24,7 @@ from moonpool.wire.session import (
     hello_message_to_pb,
     router_message_from_pb,
 )
+from moonpool.wire.steps import steps_to_pb
 from moonpool.wire.worker import RouterHello, ledger_to_pb, worker_hello_to_pb
 from moonpool.worker.compatibility import check_namespace, check_secret
 from moonpool.worker.shell import WorkerShell
@@ -34,6 +35,8 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Worker"].full_name
 
 #: The first message of a stream comes at once.
 _FIRST_MESSAGE_S = 5.0
+#: Steps in one answer: encoded in a few milliseconds.
+_MAX_STEPS = 2_048
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
@@ -103,6 +106,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
 
     async def Ledger(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         return ledger_to_pb(self._opened().ledger_report())
+
+    async def Steps(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        max_steps = min(request.max_steps or _MAX_STEPS, _MAX_STEPS)
+        return steps_to_pb(self._opened().steps.after(request.after_step, max_steps=max_steps))
 
     async def Drain(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         shell = self._opened()

@@ -51,7 +51,7 @@ from moonpool.telemetry.metrics import Metrics
 from moonpool.transport.base import ByteArray, LocalPool, Transport
 from moonpool.transport.grpc_server import kv_read_handler
 from moonpool.transport.select import TransportSelector
-from moonpool.wire.engine_frames import EngineReady
+from moonpool.wire.engine_messages import EngineReady
 from moonpool.worker.announcer import Announcer
 from moonpool.worker.compatibility import handoff_fingerprint
 from moonpool.worker.engine_channel import FrameHandler

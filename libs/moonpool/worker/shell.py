@@ -54,7 +54,7 @@ from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.native import Kernels
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
-from moonpool.wire.engine_frames import TimedFrame
+from moonpool.wire.engine_messages import TimedFrame
 from moonpool.wire.worker import LedgerReport, WorkerHello
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.handoff_driver import HandoffDriver
@@ -65,6 +65,7 @@ from moonpool.worker.load import Load
 from moonpool.worker.peers import PeerDirectory
 from moonpool.worker.router_sessions import RouterSessions
 from moonpool.worker.source_streams import SourceStreams
+from moonpool.worker.step_log import StepLog
 
 log = structlog.get_logger("moonpool.worker")
 
@@ -123,6 +124,8 @@ class WorkerShell:
 
         first_layer = memory.layout.groups[0].first_layer
         self._book = AttemptBook(hello.worker.worker_id)
+        #: The engine's last steps, for whoever measures it.
+        self.steps = StepLog()
         self._driver = HandoffDriver(
             handoffs=handoffs, perform=self._perform, clock=clock, is_checked=is_checked
         )
@@ -230,6 +233,7 @@ class WorkerShell:
         self._ledger = frame.ledger
         self._num_queued_tokens = frame.num_queued_tokens
         self._book.core_frame(timed)
+        self.steps.frame_received(timed)
         self._driver.handle(
             CoreFrameReceived(step=frame.step, replies=frame.replies, ledger=frame.ledger)
         )

@@ -381,6 +381,38 @@ class LedgerReply(_message.Message):
     is_quiet: bool
     def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., num_total: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_referenced: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_reserved: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_handoffs: _Optional[int] = ..., num_open_streams: _Optional[int] = ..., num_reads: _Optional[int] = ..., num_router_sessions: _Optional[int] = ..., is_quiet: _Optional[bool] = ...) -> None: ...
 
+class StepsRequest(_message.Message):
+    __slots__ = ("after_step", "max_steps")
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
+    after_step: int
+    max_steps: int
+    def __init__(self, after_step: _Optional[int] = ..., max_steps: _Optional[int] = ...) -> None: ...
+
+class StepRecord(_message.Message):
+    __slots__ = ("step", "planned_unix_ns", "computed_unix_ns", "num_tokens", "forward_s", "logits_s", "sample_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_S_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    planned_unix_ns: int
+    computed_unix_ns: int
+    num_tokens: int
+    forward_s: float
+    logits_s: float
+    sample_s: float
+    def __init__(self, step: _Optional[int] = ..., planned_unix_ns: _Optional[int] = ..., computed_unix_ns: _Optional[int] = ..., num_tokens: _Optional[int] = ..., forward_s: _Optional[float] = ..., logits_s: _Optional[float] = ..., sample_s: _Optional[float] = ...) -> None: ...
+
+class StepsReply(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepRecord]
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]

@@ -54,6 +54,11 @@ class WorkerStub:
                 request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.LedgerReply.FromString,
                 _registered_method=True)
+        self.Steps = channel.unary_unary(
+                '/moonpool.api.v1.Worker/Steps',
+                request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.StepsRequest.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.StepsReply.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/moonpool.api.v1.Worker/Drain',
                 request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -88,6 +93,12 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Steps(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -116,6 +127,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.LedgerRequest.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.LedgerReply.SerializeToString,
+            ),
+            'Steps': grpc.unary_unary_rpc_method_handler(
+                    servicer.Steps,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.StepsRequest.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.StepsReply.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -231,6 +247,33 @@ class Worker:
             '/moonpool.api.v1.Worker/Ledger',
             moonpool_dot_api_dot_v1_dot_worker__pb2.LedgerRequest.SerializeToString,
             moonpool_dot_api_dot_v1_dot_worker__pb2.LedgerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Steps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.api.v1.Worker/Steps',
+            moonpool_dot_api_dot_v1_dot_worker__pb2.StepsRequest.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_worker__pb2.StepsReply.FromString,
             options,
             channel_credentials,
             insecure,
