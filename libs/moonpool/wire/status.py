@@ -86,10 +86,15 @@ _ROW_BY_KIND = {row.kind: row for row in _ROWS}
 #: Codes whose HTTP status differs from their class's: the door's own refusals.
 _HTTP_STATUS_BY_CODE = {
     "method_not_supported": 405,
+    "request_timeout": 408,
+    "request_header_too_large": 431,
     "request_too_large": 413,
     "unsupported_media_type": 415,
     "unsupported_content_encoding": 415,
 }
+
+#: When to come back after an error that passes and does not say when.
+_DEFAULT_RETRY_AFTER_S = 1.0
 
 #: What a bare gRPC code means when the peer attached no ErrorInfo (the transport made the status).
 _ERROR_BY_GRPC_CODE: dict[int, tuple[type[MoonpoolError], str]] = {
@@ -167,9 +172,12 @@ def to_http(error: MoonpoolError) -> HttpError:
     row = _row_of(error)
     status = _HTTP_STATUS_BY_CODE.get(error.code, row.http_status)
     headers: dict[str, str] = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1_000))
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and error.is_retryable:
+        retry_after_s = _DEFAULT_RETRY_AFTER_S
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+        headers["retry-after-ms"] = str(math.ceil(retry_after_s * 1_000))
     if not error.is_retryable and (status >= 500 or status in (408, 409)):
         headers["x-should-retry"] = "false"
     if status == 401:
