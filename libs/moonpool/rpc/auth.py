@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from moonpool.errors import UnauthenticatedError
-from moonpool.rpc.errors import abort
+from moonpool.rpc.interceptor import abort
 from moonpool.rpc.metadata import AUTHORIZATION
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import grpc
@@ -49,7 +49,7 @@ async def replies(
     reply_type: type[ReplyT],
     *,
     peer: str,
-) -> AsyncIterator[ReplyT]:
+) -> AsyncGenerator[ReplyT, None]:
     """The messages of a response stream; cancels the call when the reader stops early.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import grpc
@@ -41,7 +41,7 @@ async def open_generation(
             stream.cancel()
 
 
-async def _events(stream: object, peer: str) -> AsyncIterator[GenerationEvent]:
+async def _events(stream: object, peer: str) -> AsyncGenerator[GenerationEvent, None]:
     async with aclosing(replies(stream, pb.GenerateReply, peer=peer)) as messages:
         async for message in messages:
             yield generation_event_from_pb(message)

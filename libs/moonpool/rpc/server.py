@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from moonpool.config.values import is_loopback
 from moonpool.errors import ConfigError, UnavailableError
 from moonpool.rpc.auth import KeyInterceptor
-from moonpool.rpc.errors import ErrorInterceptor
+from moonpool.rpc.interceptor import ErrorInterceptor
 from moonpool.rpc.options import INTERNAL_MESSAGE_BYTES, server_options
 
 
