@@ -7,6 +7,7 @@ GenerationEvents into its own answer. `resolve_sampling` holds the one check of 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moonpool.errors import InvalidRequestError
@@ -99,7 +100,7 @@ class Timing:
     """Time to the first token, from the request's arrival, in parts that sum to it."""
 
     ttft_ms: float
-    ttft_parts_ms: dict[str, float] = field(default_factory=dict)
+    ttft_parts_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
