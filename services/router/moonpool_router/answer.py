@@ -73,6 +73,8 @@ class Answer:
         self._pending_ids: list[int] = []
         self._num_taken = 0
         self._end: GenerationDone | MoonpoolError | None = None
+        #: The reader has had GenerationDone.
+        self._is_read = False
         self._wakeup = asyncio.Event()
 
     @property
@@ -155,18 +157,23 @@ class Answer:
 
     # -- the reader's side --
 
-    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+    def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        """The next event; giving up the wait for it (a timeout) loses nothing."""
         while True:
             if self._pending_text or self._pending_ids:
-                yield self._take()
-            elif self._end is None:
-                self._wakeup.clear()
-                await self._wakeup.wait()
-            elif isinstance(self._end, MoonpoolError):
+                return self._take()
+            if isinstance(self._end, MoonpoolError):
                 raise self._end
-            else:
-                yield self._end
-                return
+            if self._end is not None and self._is_read:
+                raise StopAsyncIteration
+            if self._end is not None:
+                self._is_read = True
+                return self._end
+            self._wakeup.clear()
+            await self._wakeup.wait()
 
     def _take(self) -> GenerationChunk:
         chunk = GenerationChunk(
