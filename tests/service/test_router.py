@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moonpool.bus.memory import MemoryBroker, MemoryBus
 from moonpool.clock import SystemClock
-from moonpool.core.protocol import HandBackReason, RefuseReason
+from moonpool.core.protocol import BlockLedger, HandBackReason, RefuseReason
 from moonpool.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
+    QueueDeadlineError,
     UnavailableError,
 )
 from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillRequest
@@ -341,6 +343,66 @@ async def test_losing_the_bus_loses_nobody(tmp_path: Path) -> None:
         )
         await worker.joined()
         await r.ready()
+
+
+async def test_a_short_gap_without_workers_is_waited_out(tmp_path: Path) -> None:
+    async with router(tmp_path) as r, fake_worker(r.cluster, r.bus) as worker:
+        await r.ready()
+        session = await worker.joined()
+        worker.cut()
+        async with asyncio.timeout(5):
+            await session.closed.wait()
+        # It is asked again at once; meanwhile the request waits instead of failing.
+        asking = asyncio.create_task(r.client.generate(ask(max_tokens=1)))
+        speak(worker, await worker.next(DecodeRequest), [65])
+        assert (await asking).token_ids == [65]
+
+
+async def test_a_draining_worker_is_no_worker(tmp_path: Path) -> None:
+    async with router(tmp_path) as r, fake_worker(r.cluster, r.bus) as worker:
+        await r.ready()
+        worker.load = replace(worker.load, is_draining=True)
+        worker.send()
+        await eventually(r.client.is_not_serving, timeout_s=5, what="not serving")
+        worker.load = replace(worker.load, is_draining=False)
+        worker.send()
+        await eventually(r.client.is_serving, timeout_s=5, what="serving again")
+
+
+async def test_nobody_waits_for_a_worker_for_ever(tmp_path: Path) -> None:
+    async with (
+        router(tmp_path, queue_timeout_s=0.3) as r,
+        fake_worker(r.cluster, r.bus) as worker,
+    ):
+        await r.ready()
+        worker.load = replace(
+            worker.load,
+            ledger=BlockLedger(num_total=1000, num_free=0, num_cached=0, num_referenced=1000),
+        )
+        worker.send()
+
+        async def is_full() -> bool:
+            (status,) = (await r.client.status()).workers
+            return status.load is not None and status.load.ledger.num_free == 0
+
+        await eventually(is_full, timeout_s=5, what="the router knows that there is no room")
+        with pytest.raises(QueueDeadlineError, match="No worker had room"):
+            await r.client.generate(ask())
+        assert (await r.client.status()).num_queued == 0
+
+
+async def test_a_seed_is_found_without_the_bus(tmp_path: Path) -> None:
+    config = tiny_router_config(tmp_path)
+    broker = MemoryBroker(is_up=False)
+    async with (
+        MemoryBus(broker) as bus,
+        fake_worker(fake_cluster(config), bus) as worker,
+    ):
+        settings = config.router.model_copy(update={"seeds": (worker.hello.grpc_address,)})
+        config = config.model_copy(update={"router": settings})
+        service = RouterService(config, bus=MemoryBus(broker), clock=SystemClock())
+        async with running(service):
+            await worker.joined()
 
 
 async def test_a_router_that_connects_asks_who_is_there(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,3
 Host = Annotated[
     str, StringConstraints(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9.:_\[\]-]+$")
 ]
+Address = Annotated[
+    str, StringConstraints(max_length=260, pattern=r"^[A-Za-z0-9._\[\]:-]+:\d{1,5}$")
+]
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -92,6 +95,8 @@ class RouterSettings(Section):
     #: How long a request may wait for a worker.
     queue_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3_600)
+    #: Workers (host:port) to connect to beside those that announce themselves on the bus.
+    seeds: tuple[Address, ...] = ()
     cpus: CpuList = ()
 
     @model_validator(mode="after")

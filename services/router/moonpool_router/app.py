@@ -118,7 +118,7 @@ class RouterService:
         tracer = Tracer(clock=self._clock, sink=traces.add, process=self.name, rng=random.Random())
         loop = self._loop = DispatchLoop(
             Dispatcher(self._dispatch_config()),
-            Membership(MembershipConfig()),
+            Membership(MembershipConfig(seeds=config.router.seeds)),
             links=links,
             compatibility=compatibility,
             traces=traces,
@@ -132,7 +132,10 @@ class RouterService:
         pipeline = self._pipeline = RequestPipeline(
             model,
             loop,
-            limits=PipelineLimits(request_timeout_s=config.router.request_timeout_s),
+            limits=PipelineLimits(
+                request_timeout_s=config.router.request_timeout_s,
+                queue_timeout_s=config.router.queue_timeout_s,
+            ),
             tracer=tracer,
             traces=traces,
             books=books,

@@ -118,6 +118,8 @@ class DispatchLoop:
         self._events: deque[DispatchEvent] = deque()
         self._is_handling = False
         self._wakeup = asyncio.Event()
+        self._was_ready = False
+        #: The last moment at which a decode worker was there; None: never.
         self._last_ready_at: float | None = None
 
     # -- for doors --
@@ -202,7 +204,11 @@ class DispatchLoop:
         self._membership.on_frame(address, self._clock.now())
         if self._address_by_key.get(key) != address:
             return
+        last = self._loads.get(key)
         self._loads[key] = frame.load
+        if frame.load.is_draining != (last is not None and last.is_draining):
+            self._note_readiness()
+            self._on_change()
         for span in frame.spans:
             self._on_span(span)
         for report in frame.reports:
@@ -301,11 +307,17 @@ class DispatchLoop:
                     if not self._address_by_key:
                         self._compatibility.release()
                     self.handle(effect)
-        if self._has_decode_worker():
-            self._last_ready_at = self._clock.now()
         if effects:
             self._wakeup.set()
+            self._note_readiness()
             self._on_change()
+
+    def _note_readiness(self) -> None:
+        """Whenever a worker has come, gone, or begun to drain."""
+        is_ready = self._has_decode_worker()
+        if is_ready or self._was_ready:
+            self._last_ready_at = self._clock.now()
+        self._was_ready = is_ready
 
     def _perform(self, effects: Sequence[DispatchEffect]) -> None:
         for effect in effects:

@@ -23,7 +23,13 @@ from typing import Protocol
 
 from moonpool.clock import Clock
 from moonpool.dispatch.events import RequestArrived, RequestCancelled
-from moonpool.errors import MoonpoolError, NotFoundError, OverloadedError, UnavailableError
+from moonpool.errors import (
+    MoonpoolError,
+    NotFoundError,
+    OverloadedError,
+    QueueDeadlineError,
+    UnavailableError,
+)
 from moonpool.ids import RequestId
 from moonpool.inference.answer_text import AnswerText
 from moonpool.inference.generation import (
@@ -52,6 +58,8 @@ _RETRY_AFTER_S = 2.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLimits:
     max_requests: int = 1_024
+    #: How long a request may wait for its first worker.
+    queue_timeout_s: float = 60.0
     #: Deadline of a request whose client sets none.
     request_timeout_s: float = 600.0
 
@@ -140,6 +148,7 @@ class RequestPipeline:
         arrived_s, arrived_unix_s = self._clock.now(), self._clock.unix()
         answer: Answer | None = None
         failure: MoonpoolError | None = None
+        expiry: asyncio.TimerHandle | None = None
         root = self._root_span(request)
         self._num_requests += 1
         self._idle.clear()
@@ -154,12 +163,17 @@ class RequestPipeline:
                     request=answer.request, deadline_s=self._remaining_s(request, arrived_s)
                 ),
             )
+            expiry = asyncio.get_running_loop().call_later(
+                self._limits.queue_timeout_s, self._expire, answer
+            )
             yield answer
         except MoonpoolError as error:
             failure = error
             root.fail(error.code)
             raise
         finally:
+            if expiry is not None:
+                expiry.cancel()
             if answer is not None:
                 if not answer.is_ended:
                     self._loop.handle(RequestCancelled(request_id=answer.request_id))
@@ -169,6 +183,18 @@ class RequestPipeline:
             self._num_requests -= 1
             if not self._num_requests:
                 self._idle.set()
+
+    def _expire(self, answer: Answer) -> None:
+        """No worker had room for it in time."""
+        if answer.is_placed or answer.is_ended:
+            return
+        answer.fail(
+            QueueDeadlineError(
+                f"No worker had room for the request within {self._limits.queue_timeout_s:g} s.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        )
+        self._loop.handle(RequestCancelled(request_id=answer.request_id))
 
     def _remaining_s(self, request: GenerationRequest, arrived_s: float) -> float:
         timeout_s = self._limits.request_timeout_s
