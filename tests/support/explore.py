@@ -27,7 +27,7 @@ BOTH = (WorkerRole.BOTH, WorkerRole.BOTH)
 
 
 #: Random runs of each world in WALKS, in the full exploration.
-NUM_WALKS = 20_000
+NUM_WALKS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +253,19 @@ WALKS = (
             requests=two(3),
             roles=BOTH,
             core=HonestConfig(num_blocks=2, block_size=2, chunk_tokens=2),
+            max_attempts=6,
+            num_faults=2,
+            num_cancels=1,
+            fault_kinds=ALL_FAULTS,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled", "poison_request"},
+    ),
+    Case(
+        name="crossing with two faults and a cancel, the product's core",
+        config=WorldConfig(
+            requests=two(3),
+            roles=BOTH,
+            core=product_core(2),
             max_attempts=6,
             num_faults=2,
             num_cancels=1,
