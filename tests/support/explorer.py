@@ -5,7 +5,7 @@ hashable values; two that behave alike should be equal, or the exploration does 
 
 `explore` visits every reachable state once. A finding comes with the shortest way to it, since the
 visit is breadth-first. That every run ends is shown by two facts together: a state without moves is
-right (`problems`), and the graph of moves has no cycle (`find_cycle`).
+right (`problems`), and the graph of moves has no cycle (`has_cycle`).
 """
 
 from __future__ import annotations
