@@ -33,13 +33,15 @@ from typing import Self
 from moonpool.cluster.cores import CorePlan, plan_cores
 from moonpool.cluster.nats_server import NatsServer
 from moonpool.cluster.part import Part, PartEvent, PartSpec, PartState, RestartPolicy
+from moonpool.cluster.process import ChildProcess
 from moonpool.config.process import RouterConfig, WorkerConfig, router_config, worker_configs
 from moonpool.config.schema import ClusterConfig
 from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError, UnavailableError
 from moonpool.ids import WorkerId
-from moonpool.rpc.admin import fetch_ledger, fetch_status
+from moonpool.rpc.admin import fetch_ledger, fetch_status, fetch_steps
 from moonpool.wire.admin import RouterSnapshot
+from moonpool.wire.steps import StepRecord
 from moonpool.wire.worker import LedgerReport
 
 ROUTER = "router"
@@ -126,6 +128,11 @@ class LocalCluster:
             http_url=http_url,
             nats_url=self._nats_url,
         )
+
+    @property
+    def nats_process(self) -> ChildProcess | None:
+        """The broker's, if it is ours and has been started."""
+        return self._nats.process if self._nats is not None else None
 
     @property
     def worker_ids(self) -> tuple[WorkerId, ...]:
@@ -228,6 +235,11 @@ class LocalCluster:
         """A worker's block ledger and open streams."""
         address = str(self._parts[worker_id].fact("grpc_address"))
         return await fetch_ledger(address, key=self._key, deadline_s=5.0)
+
+    async def steps(self, worker_id: str, *, after_step: int = 0) -> tuple[StepRecord, ...]:
+        """The last steps of a worker's engine, those after number `after_step`."""
+        address = str(self._parts[worker_id].fact("grpc_address"))
+        return await fetch_steps(address, after_step=after_step, key=self._key, deadline_s=5.0)
 
     async def wait_quiet(self, *, timeout_s: float = 10.0) -> None:
         """Return when no worker holds anything for any request.

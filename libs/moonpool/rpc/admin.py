@@ -8,6 +8,7 @@ from moonpool.rpc.channel import open_channel
 from moonpool.rpc.metadata import call_metadata
 from moonpool.wire.admin import RouterSnapshot, router_snapshot_from_pb, trace_from_pb
 from moonpool.wire.spans import Span
+from moonpool.wire.steps import StepRecord, steps_from_pb
 from moonpool.wire.worker import LedgerReport, ledger_from_pb
 
 
@@ -31,6 +32,36 @@ async def fetch_ledger(address: str, *, key: str, deadline_s: float) -> LedgerRe
             metadata=call_metadata(key=key),
         )
     return ledger_from_pb(reply)
+
+
+async def fetch_steps(
+    address: str, *, after_step: int = 0, key: str, deadline_s: float
+) -> tuple[StepRecord, ...]:
+    """The steps of a worker's engine after number `after_step`, as far as the worker remembers them.
+
+    Args:
+        key: The cluster's RPC key.
+
+    Raises:
+        MoonpoolError: It did not answer, or not with steps.
+    """
+    records: list[StepRecord] = []
+    async with open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]  # generated
+        while True:
+            reply = await call(
+                stub.Steps,
+                worker_pb2.StepsRequest(after_step=after_step),
+                worker_pb2.StepsReply,
+                peer=address,
+                deadline_s=deadline_s,
+                metadata=call_metadata(key=key),
+            )
+            page = steps_from_pb(reply)
+            if not page:
+                return tuple(records)
+            records += page
+            after_step = page[-1].step
 
 
 async def fetch_status(address: str, *, key: str | None, deadline_s: float) -> RouterSnapshot:
