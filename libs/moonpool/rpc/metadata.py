@@ -47,8 +47,12 @@ def read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallCon
     """What `context.invocation_metadata()` holds."""
     values = {key: value for key, value in metadata or () if isinstance(value, str)}
     traceparent = values.get(TRACEPARENT, "")
-    label = _UNPRINTABLE.sub("", values.get(REQUEST_ID, ""))[:MAX_REQUEST_LABEL_LENGTH]
     return CallContext(
         traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
-        request_label=label,
+        request_label=clean_label(values.get(REQUEST_ID, "")),
     )
+
+
+def clean_label(value: str) -> str:
+    """A client's name for its request, fit for a log line."""
+    return _UNPRINTABLE.sub("", value)[:MAX_REQUEST_LABEL_LENGTH]

@@ -31,6 +31,7 @@ from moonpool.failpoints import Failpoints
 from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.rpc.options import PUBLIC_MESSAGE_BYTES
 from moonpool.rpc.server import RpcServer
+from moonpool.service.http_server import HttpServer
 from moonpool.service.life import Life, ReadyFacts, Service
 from moonpool.service.loop_lag import watch_loop_lag
 from moonpool.telemetry import names
@@ -45,6 +46,7 @@ from moonpool_router.books import ROUTER_METRICS, FleetCounts, RouterBooks
 from moonpool_router.bus_listener import BusListener
 from moonpool_router.compatibility import Compatibility
 from moonpool_router.dispatch_loop import DispatchLoop
+from moonpool_router.http_door import HttpDoor, HttpSettings
 from moonpool_router.inference_door import InferenceDoor
 from moonpool_router.pipeline import PipelineLimits, RequestPipeline
 from moonpool_router.served_model import ServedModel
@@ -80,6 +82,7 @@ class RouterService:
         self._changed = asyncio.Event()
         self._is_draining = False
         self._server: RpcServer | None = None
+        self._http: HttpServer | None = None
         self._model: ServedModel | None = None
         self._pipeline: RequestPipeline | None = None
         self._loop: DispatchLoop | None = None
@@ -144,6 +147,7 @@ class RouterService:
         await life.enter(self._bus)
         await life.enter(links)
         server = await self._listen(life, pipeline, traces)
+        http = await self._listen_http(life, pipeline, books)
         loop.start()
         listener = BusListener(
             self._bus, Subjects(common.cluster), loop, router_id=config.router_id
@@ -154,7 +158,12 @@ class RouterService:
         life.spawn(listener.ask(), name="who")
         life.spawn(watch_loop_lag(books.loop_lag), name="loop lag")
         life.spawn(self._follow_readiness(server, loop), name="readiness")
-        return {"grpc_address": server.address, "grpc_port": server.port}
+        return {
+            "grpc_address": server.address,
+            "grpc_port": server.port,
+            "http_url": http.url,
+            "http_port": http.port,
+        }
 
     async def announce_drain(self) -> None:
         assert self._server is not None
@@ -170,10 +179,12 @@ class RouterService:
         assert self._pipeline is not None
         assert self._loop is not None
         assert self._server is not None
+        assert self._http is not None
         self._loop.fail_all(
             UnavailableError("The server shut down while it answered.", code="shutting_down")
         )
         await self._pipeline.wait_idle()
+        await self._http.stop(grace_s=_STOP_GRACE_S)
         await self._server.stop(grace_s=_STOP_GRACE_S)
 
     # -- for doors --
@@ -220,6 +231,28 @@ class RouterService:
         life.stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
         return server
 
+    async def _listen_http(
+        self, life: Life, pipeline: RequestPipeline, books: RouterBooks
+    ) -> HttpServer:
+        settings = self._config.router
+        door = HttpDoor(
+            pipeline,
+            settings=HttpSettings(
+                api_key=settings.api_key,
+                is_strict=settings.is_strict,
+                max_body_bytes=settings.max_body_bytes,
+            ),
+            not_ready_because=self._not_ready_because,
+            render_metrics=self.render_metrics,
+            on_refused=lambda error, endpoint: books.failed(
+                error, endpoint=endpoint, is_rejected=True
+            ),
+        )
+        http = self._http = HttpServer(door, host=settings.host, port=settings.http_port)
+        await http.start()
+        life.stack.push_async_callback(http.stop, grace_s=_STOP_GRACE_S)
+        return http
+
     async def _follow_readiness(self, server: RpcServer, loop: DispatchLoop) -> None:
         """The health service says what `missing` says, at every change of the membership."""
         while True:
@@ -246,6 +279,11 @@ class RouterService:
             max_queued_requests=self._config.router.max_queued_requests,
         )
 
+    def _not_ready_because(self) -> str:
+        if self._loop is None:
+            return "The router is starting."
+        return "The router is draining." if self._is_draining else self._loop.missing()
+
     def _snapshot(self) -> RouterSnapshot:
         assert self._loop is not None
         assert self._model is not None
@@ -253,7 +291,7 @@ class RouterService:
         return RouterSnapshot(
             router_id=self._config.router_id,
             model=self._model.facts.name,
-            not_ready_because="The router is draining." if self._is_draining else loop.missing(),
+            not_ready_because=self._not_ready_because(),
             is_bus_connected=self._bus.is_connected,
             num_queued=loop.num_queued,
             num_running=loop.num_running,

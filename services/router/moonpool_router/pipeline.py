@@ -24,6 +24,7 @@ from typing import Protocol
 from moonpool.clock import Clock
 from moonpool.dispatch.events import RequestArrived, RequestCancelled
 from moonpool.errors import (
+    CancelledByClientError,
     MoonpoolError,
     NotFoundError,
     OverloadedError,
@@ -74,7 +75,7 @@ class Frontdoor(Protocol):
     def max_model_len(self) -> int: ...
 
     def submit(
-        self, request: GenerationRequest, *, endpoint: str
+        self, request: GenerationRequest, *, endpoint: str, request_id: RequestId | None = None
     ) -> AbstractAsyncContextManager[AnswerStream]: ...
 
 
@@ -134,11 +135,14 @@ class RequestPipeline:
         await self._idle.wait()
 
     @asynccontextmanager
-    async def submit(self, request: GenerationRequest, *, endpoint: str) -> AsyncIterator[Answer]:
+    async def submit(
+        self, request: GenerationRequest, *, endpoint: str, request_id: RequestId | None = None
+    ) -> AsyncIterator[Answer]:
         """Check, tokenize and place one request; see the file's head.
 
         Args:
             endpoint: Which door it came through, for the books: one of few.
+            request_id: Of a door that tells it even where this fails; minted here if None.
 
         Raises:
             InvalidRequestError, NotFoundError: It can never succeed as it is.
@@ -154,7 +158,7 @@ class RequestPipeline:
         self._idle.clear()
         try:
             self._admit(request)
-            request_id = RequestId(uuid.uuid4().hex)
+            request_id = request_id or RequestId(uuid.uuid4().hex)
             self._traces.begin(request_id, root.context)
             answer = await self._prepare(request, request_id, root, arrived_unix_s)
             self._loop.begin(
@@ -209,7 +213,7 @@ class RequestPipeline:
         endpoint: str,
         duration_s: float,
     ) -> None:
-        if failure is not None:
+        if failure is not None and not isinstance(failure, CancelledByClientError):
             is_rejected = answer is None or not answer.is_placed
             self._books.failed(failure, endpoint=endpoint, is_rejected=is_rejected)
         elif answer is not None and answer.done is not None:
