@@ -39,7 +39,8 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, name: str) -> None:
     model_dir = open_tiny(write_tiny_llama(tmp_path / "model", cases.TINY_MODELS[name]))
     assert model_dir.fingerprint == ORACLE[name].fingerprint
     for num_at_once in (1, len(ORACLE[name].cases)):
-        assert_equal(ORACLE[name], answers_of(model_dir, ORACLE[name], num_at_once=num_at_once))
+        answers = answers_of(model_dir, ORACLE[name], num_at_once=num_at_once, is_checked=False)
+        assert_equal(ORACLE[name], answers)
 
 
 @pytest.mark.parametrize("budget", [16, 48])

@@ -10,6 +10,7 @@ import torch
 
 from moonpool.core.step import SampleSpec, StepPlan, StepRow
 from moonpool.engine.kv_pool import KvPool
+from moonpool.engine.loader import load_model
 from moonpool.engine.runner import ModelRunner, load_runner
 from moonpool.hub.model_dir import ModelDir
 from moonpool.inference.sampling import SamplingParams
@@ -171,6 +172,23 @@ def test_bfloat16_kv_read_back_equals_kv_just_computed(model_dir: ModelDir) -> N
     torch.testing.assert_close(
         parts.block(0, 3).float(), whole.block(0, 3).float(), atol=1e-6, rtol=1e-2
     )
+
+
+def test_bfloat16_arithmetic_stays_close_on_every_path(model_dir: ModelDir) -> None:
+    """What a CPU with bfloat16 products does; slow, but right, on one without."""
+    engine, exact = Engine(model_dir, "bfloat16"), Engine(model_dir)
+    model = load_model(model_dir, "bfloat16", compute_dtype=torch.bfloat16)
+    engine.runner = ModelRunner(model, engine.buffer, engine.layout, max_num_seqs=4)
+    for one in (engine, exact):
+        one.run(make_row(list(range(5, 25)), [1, 2], sample=None))
+        one.run(make_row(list(range(30, 40)), [1, 2], start=20, sample=None))
+        result = one.run(
+            make_row([7], [1, 2], start=30), make_row([9], [3], slot=1), make_row([8, 9], [4])
+        )
+        assert all(len(run) == 1 for run in result.tokens)
+    for layer in range(3):
+        difference = engine.block(layer, 2).float() - exact.block(layer, 2)
+        assert float(difference.abs().mean()) < 0.1 * float(exact.block(layer, 2).abs().mean())
 
 
 def test_timing_adds_up_to_the_step(model_dir: ModelDir) -> None:

@@ -79,7 +79,7 @@ class TorchPagedAttention:
     """See the module."""
 
     def __init__(self, pool: KvPool, num_heads: int, dtype: torch.dtype) -> None:
-        """`dtype` is that of queries and results; keys are converted to it after the gather."""
+        """`dtype` is that of queries and results."""
         self._pool = pool
         self._num_heads = num_heads
         self._group_size = num_heads // pool.num_kv_heads
@@ -134,7 +134,7 @@ class TorchPagedAttention:
         if (lens != max_len).any():
             is_visible = np.arange(max_len) < lens[:, None]
             bias = np.where(is_visible, np.float32(0), np.float32(-np.inf))
-            mask = torch.from_numpy(bias).to(self._dtype)[:, None, None, :]
+            mask = torch.from_numpy(bias).to(self._pool.dtype)[:, None, None, :]
         is_all = len(rows) == pages.num_decode_rows
         return _DecodeGroup(
             rows=None if is_all else torch.from_numpy(rows),
@@ -145,12 +145,13 @@ class TorchPagedAttention:
         )
 
     def _decode(self, layer: int, group: _DecodeGroup, query: Tensor) -> Tensor:
+        # In the pool's dtype: reading the keys is the work here, and converting them doubles it.
         keys, values = self._gather(layer, group.head_index, group.num_rows, group.max_len)
         shape = (group.num_rows, self._pool.num_kv_heads, self._group_size, self._pool.head_dim)
         attended = functional.scaled_dot_product_attention(
-            query.reshape(shape), keys, values, attn_mask=group.mask
+            query.reshape(shape).to(keys.dtype), keys, values, attn_mask=group.mask
         )
-        return attended.reshape(query.shape)
+        return attended.reshape(query.shape).to(query.dtype)
 
     # -- prefill --
 
@@ -171,7 +172,9 @@ class TorchPagedAttention:
         attended, log_sum = _flash_attention(heads, keys, values, is_causal=True)
         if chunk.prefix_index is not None:
             keys, values = self._gather(layer, chunk.prefix_index, 1, chunk.start)
-            before, log_sum_before = _flash_attention(heads, keys, values, is_causal=False)
+            before, log_sum_before = _flash_attention(
+                heads, keys.to(self._dtype), values.to(self._dtype), is_causal=False
+            )
             # Two softmaxes over disjoint keys: each weighs as much as its sum of exponentials.
             share = torch.sigmoid(log_sum_before - log_sum).to(query.dtype)
             attended = torch.lerp(attended, before, share[..., None])
@@ -180,9 +183,8 @@ class TorchPagedAttention:
     def _gather(
         self, layer: int, head_index: Tensor, num_rows: int, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, kv_heads, num_tokens, head_dim] in the compute dtype."""
+        """Keys and values [rows, kv_heads, num_tokens, head_dim] in the pool's dtype."""
         kv = self._pool.read(layer, head_index, num_rows)[:, :, :, :num_tokens]
-        kv = kv.to(self._dtype)
         return kv[0], kv[1]
 
 
