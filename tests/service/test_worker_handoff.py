@@ -119,6 +119,51 @@ async def test_a_damaged_layer_is_recomputed(tmp_path: Path) -> None:
         assert metrics.value(names.KV_CHECKSUM_MISMATCH, backend="shm") == 1
 
 
+@pytest.mark.parametrize("action", ["flip", "drop"])
+async def test_reads_that_fail_cost_a_recompute(tmp_path: Path, action: str) -> None:
+    request = make_request(prompt=60, max_tokens=6)
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start("p0", "prefill")
+        _, to_decode = await workers.start("d0", "decode", failpoints=f"transport.read={action}@2")
+        to_prefill.prefill(request)
+        to_decode.decode(request, source=to_prefill.source)
+        assert await to_decode.answer(request) == expected_answer(request)
+
+
+async def test_a_peer_is_connected_before_it_is_needed(tmp_path: Path) -> None:
+    async with fake_workers(tmp_path) as workers:
+        prefill, to_prefill = await workers.start("p0", "prefill")
+        decode, _ = await workers.start("d0", "decode")
+        peers = decode.service.shell.peers
+        await eventually(
+            lambda: peers.connected(to_prefill.key) is not None,
+            timeout_s=5.0,
+            what="decode has connected to prefill",
+        )
+        assert prefill.service.shell.peers.connected(decode.service.shell.hello.worker) is None
+
+
+async def test_a_restarted_peer_is_connected_anew(tmp_path: Path) -> None:
+    request = make_request(prompt=60, max_tokens=6)
+    async with fake_workers(tmp_path) as workers:
+        decode, to_decode = await workers.start("d0", "decode")
+        keys = []
+        for attempt in (1, 2):
+            prefill, to_prefill = await workers.start("p0", "prefill")
+            to_prefill.prefill(request, attempt)
+            to_decode.decode(request, attempt, source=to_prefill.source)
+            assert await to_decode.answer(request, attempt) == expected_answer(request)
+            keys.append(to_prefill.key)
+            await workers.stop(prefill)
+        peers = decode.service.shell.peers
+        assert peers.connected(keys[0]) is None
+        await eventually(
+            lambda: peers.connected(keys[1]) is None,
+            timeout_s=5.0,
+            what="a peer that has gone is let go",
+        )
+
+
 @pytest.mark.parametrize("layer", [0, 2, 3])
 async def test_abort_while_layers_arrive(tmp_path: Path, layer: int) -> None:
     request = make_request(prompt=100, max_tokens=5)

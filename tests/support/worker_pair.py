@@ -26,7 +26,7 @@ class Workers:
         self.broker = MemoryBroker()
         self._stack = stack
         self._model = write_fake_model(data_dir / "model")
-        self._started: list[RunningWorker] = []
+        self._started: dict[RunningWorker, AsyncExitStack] = {}
 
     async def start(
         self,
@@ -39,11 +39,16 @@ class Workers:
     ) -> tuple[RunningWorker, RouterClient]:
         """A worker and a router's session with it."""
         config = worker_config(self.data_dir, self._model, worker_id, role, **settings)
-        worker = await self._stack.enter_async_context(
+        stack = await self._stack.enter_async_context(AsyncExitStack())
+        worker = await stack.enter_async_context(
             running_worker(config, self.broker, start_engine=engines or ThreadEngines(gate))
         )
-        self._started.append(worker)
-        return worker, await self._stack.enter_async_context(worker.router())
+        self._started[worker] = stack
+        return worker, await stack.enter_async_context(worker.router())
+
+    async def stop(self, worker: RunningWorker) -> None:
+        """Drain and stop a worker before the test ends. The last started goes first."""
+        await self._started.pop(worker).aclose()
 
     async def check_quiet(self) -> None:
         """Workers that still serve hold nothing, and remember nothing of attempts that have ended."""

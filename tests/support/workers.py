@@ -54,7 +54,7 @@ def worker_config(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RunningWorker:
     """A worker that serves, and how to reach it."""
 

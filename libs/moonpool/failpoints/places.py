@@ -13,7 +13,7 @@ PLACES = {
     "decode.after_read": "decode service: a read has ended; value: how many of this attempt",
     "decode.before_admit": "decode service: all KV has arrived, the request is not yet admitted",
     "decode.after_token": "decode service: tokens of a request leave; value: the last position",
-    "transport.read": "reader: bytes have been copied, not yet verified; flip damages them",
+    "transport.read": "reader: a read begins; flip: a byte of each leaf comes wrong, drop: the read fails",
     "router.before_dispatch": "router: an attempt is placed, nothing is sent",
     "router.after_token": "router: tokens of a request have come; value: the last position",
 }

@@ -23,7 +23,7 @@ class Announcer:
         self, *, bus: Bus, subjects: Subjects, hello: WorkerHello, load: Callable[[], LoadValues]
     ) -> None:
         self._bus = bus
-        self._subjects = subjects
+        self.subjects = subjects
         self._hello = hello
         self._load = load
         self._sequence = 0
@@ -48,7 +48,7 @@ class Announcer:
         await self._announce()
 
     async def _listen(self) -> None:
-        async for _ in await self._bus.subscribe(self._subjects.who):
+        async for _ in await self._bus.subscribe(self.subjects.who):
             self._is_due.set()
 
     async def _announce(self) -> None:
@@ -63,5 +63,5 @@ class Announcer:
             valid_for_s=VALID_FOR_S,
             is_leaving=self._is_leaving,
         )
-        subject = self._subjects.announce(self._hello.worker.worker_id)
+        subject = self.subjects.announce(self._hello.worker.worker_id)
         await self._bus.publish(subject, encode_announce(announce))

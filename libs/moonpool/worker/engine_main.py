@@ -11,6 +11,7 @@ Life
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -89,6 +90,9 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
     except MoonpoolError as error:
         link.announce(EngineFailed(code=error.code, message=error.message))
         return 1
+    # What is loaded stays: a collection that walks through it would be a pause in somebody's answer.
+    gc.collect()
+    gc.freeze()
     load_s = time.monotonic() - started
     link.announce(EngineReady(load_s=load_s))
     log.info("engine.ready", model=boot.model_name, dtype=boot.dtype, load_s=round(load_s, 2))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import structlog
 
 from moonpool.errors import TransferError
+from moonpool.failpoints import Failpoints
 from moonpool.handoff.effects import StartRead
 from moonpool.handoff.events import ReadDone
 from moonpool.telemetry import names
@@ -48,6 +49,7 @@ class KvReads:
         first_layer: int,
         book: AttemptBook,
         metrics: Metrics,
+        failpoints: Failpoints,
         on_done: Callable[[ReadDone], None],
     ) -> None:
         self._peers = peers
@@ -55,6 +57,7 @@ class KvReads:
         self._first_layer = first_layer
         self._book = book
         self._metrics = metrics
+        self._failpoints = failpoints
         self._on_done = on_done
         self._num_open = 0
 
@@ -92,6 +95,12 @@ class KvReads:
         sources = np.asarray(effect.source_block_ids, np.int64)
         targets = np.asarray(effect.target_block_ids, np.int64)
         expected = np.frombuffer(b"".join(effect.digests), "<u8").reshape(len(targets), num_layers)
+        match self._failpoints.hit("transport.read"):
+            case "flip":
+                # The same as a byte that arrived wrong: copy and digest do not agree.
+                expected = expected ^ np.uint64(1)
+            case "drop":
+                raise TransferError("dropped on purpose", code="kv_peer_lost")
         layers = (effect.first_layer, effect.end_layer)
         read = KvRead.of(
             peer.plan.spans(sources, targets, *layers),

@@ -4,8 +4,10 @@ Life of a peer
   1. The first handoff connects: gRPC channel, Describe, checks (compatibility.py), copy plan between
      the two layouts, transport. Whoever asks meanwhile waits for the same attempt.
   2. All handoffs and reads use it.
-  3. It is dropped when it is found lost, when another incarnation of the worker is connected, or when
-     the worker stops; `run` closes what was dropped. The next handoff connects anew.
+  3. It is dropped when it is found lost, LINGER_S after its process has gone (what it wrote can still
+     be read and verified until then), when another incarnation of the worker is connected, or when
+     this worker stops. What was dropped is closed: its pool is unmapped. The next handoff connects
+     anew.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ log = structlog.get_logger("moonpool.worker")
 
 #: For all of step 1: a peer that takes longer is no source.
 CONNECT_S = 3.0
+#: Reads that a peer's death overtook end within this time.
+LINGER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +47,11 @@ class Peer:
     plan: CopyPlan
     #: The transport's name.
     transport: str
+
+    async def wait_gone(self) -> None:
+        """Until the connection to the peer's process is no more."""
+        while (state := self.channel.get_state()) is grpc.ChannelConnectivity.READY:
+            await self.channel.wait_for_state_change(state)
 
     async def close(self) -> None:
         """Wait for the last copies, then let go."""
@@ -61,22 +70,19 @@ class PeerDirectory:
         self._connect = connect
         self._peers: dict[WorkerKey, Peer] = {}
         self._locks: dict[WorkerId, asyncio.Lock] = {}
-        self._dropped: list[Peer] = []
-        self._has_dropped = asyncio.Event()
+        self._watchers: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Close what is dropped, until cancelled; then close all."""
+        """Watch and close peers, until cancelled; then close all."""
         try:
-            while True:
-                await self._has_dropped.wait()
-                self._has_dropped.clear()
-                while self._dropped:
-                    await self._dropped.pop().close()
+            async with asyncio.TaskGroup() as self._tasks:
+                await asyncio.get_running_loop().create_future()
         finally:
-            for peer in list(self._peers.values()):
-                self.drop(peer)
-            while self._dropped:
-                await self._dropped.pop().close()
+            self._tasks = None
+            for peer in self._peers.values():
+                await peer.close()
+            self._peers.clear()
 
     def connected(self, key: WorkerKey) -> Peer | None:
         """The peer if its connection stands."""
@@ -104,13 +110,24 @@ class PeerDirectory:
             for other in list(self._peers.values()):
                 if other.key.worker_id == peer.key.worker_id:
                     self.drop(other)
+            if self._tasks is None:
+                await peer.close()
+                raise TransferError("This worker stops.", code="kv_peer_lost")
             self._peers[peer.key] = peer
+            self._watchers[peer.key] = self._tasks.create_task(self._watch(peer))
             return peer
 
     def drop(self, peer: Peer) -> None:
-        """Use it no more; `run` closes it. May be called twice."""
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
-            self._dropped.append(peer)
-            self._has_dropped.set()
-            log.info("kv.peer_dropped", peer=str(peer.key))
+        """Use it no more, and close it. May be called twice."""
+        if self._peers.get(peer.key) is not peer:
+            return
+        del self._peers[peer.key]
+        self._watchers.pop(peer.key).cancel()
+        log.info("kv.peer_dropped", peer=str(peer.key))
+        if self._tasks is not None:
+            self._tasks.create_task(peer.close())
+
+    async def _watch(self, peer: Peer) -> None:
+        await peer.wait_gone()
+        await asyncio.sleep(LINGER_S)
+        self.drop(peer)

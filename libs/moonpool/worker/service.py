@@ -57,6 +57,7 @@ from moonpool.worker.compatibility import handoff_fingerprint
 from moonpool.worker.engine_channel import FrameHandler
 from moonpool.worker.engine_process import EngineOptions
 from moonpool.worker.peer_connector import PeerConnector
+from moonpool.worker.peer_scout import PeerScout
 from moonpool.worker.peers import PeerDirectory
 from moonpool.worker.rpc_service import SERVICE_NAME, WorkerServicer
 from moonpool.worker.settings import core_config, engine_options, pool_layout, worker_hello
@@ -109,7 +110,6 @@ class TransportContext:
     host_id: str
     #: Of calls to peers: the cluster's key.
     metadata: Metadata
-    failpoints: Failpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +231,9 @@ class WorkerService:
             bus=bus, subjects=Subjects(common.cluster), hello=hello, load=shell.load
         )
         life.spawn(announcer.run(), name="announcer")
+        if hello.role.can_decode:
+            scout = PeerScout(bus=bus, subjects=announcer.subjects, peers=peers, own=key)
+            life.spawn(scout.run(), name="scout")
         return {"grpc_address": address, "incarnation": key.incarnation}
 
     async def announce_drain(self) -> None:
@@ -279,7 +282,6 @@ class WorkerService:
             kernels=kernels(),
             host_id=host_id(),
             metadata=call_metadata(key=secret.rpc_key),
-            failpoints=self._failpoints,
         )
         makers = self._adapters.transports
         return [await life.enter(makers[name](context)) for name in self._config.worker.transports]

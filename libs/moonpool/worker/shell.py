@@ -104,7 +104,8 @@ class WorkerShell:
         self.hello = hello
         self._handoffs = handoffs
         self._send_command = send_command
-        self._peers = peers
+        #: Sources that this worker reads from.
+        self.peers = peers
         self._metrics = metrics
         self._failpoints = failpoints
         self._clock = clock
@@ -145,6 +146,7 @@ class WorkerShell:
             first_layer=first_layer,
             book=self._book,
             metrics=metrics,
+            failpoints=failpoints,
             on_done=self._on_read_done,
         )
 
@@ -154,7 +156,7 @@ class WorkerShell:
             self._tasks = tasks
             self._bell.start()
             try:
-                tasks.create_task(self._peers.run())
+                tasks.create_task(self.peers.run())
                 self._is_running.set()
                 await self._driver.run()
             finally:

@@ -99,8 +99,6 @@ class SourceStreams:
                     self._book.committed(attempt_id, times)
                 self._handle(SourceMessageReceived(message=message))
         except grpc.aio.AioRpcError as failure:
-            if failure.code() is grpc.StatusCode.UNAVAILABLE:
-                self._peers.drop(peer)
             raise error_from(failure, str(peer.key)) from failure
         finally:
             call.cancel()

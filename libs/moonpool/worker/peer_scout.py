@@ -1,0 +1,58 @@
+"""PeerScout: connects to prefill workers when they announce themselves, so that no request waits for it.
+
+A first connection costs a round trip, checks, and the mapping of the peer's whole pool. Whatever goes
+wrong here is no error: the handoff that needs the peer connects again and says why it cannot.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from moonpool.bus.protocol import Bus
+from moonpool.bus.subjects import Subjects
+from moonpool.errors import MoonpoolError
+from moonpool.handoff.messages import SourceRef
+from moonpool.ids import WorkerKey
+from moonpool.wire.control import ReceivedAnnounce, decode_announce
+from moonpool.worker.peers import PeerDirectory
+
+log = structlog.get_logger("moonpool.worker")
+
+
+class PeerScout:
+    """Listens to announcements, for a worker that decodes.
+
+    Args:
+        own: This worker, which needs no way to itself.
+    """
+
+    def __init__(
+        self, *, bus: Bus, subjects: Subjects, peers: PeerDirectory, own: WorkerKey
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._peers = peers
+        self._own = own
+        #: Those that were tried: once each, as long as they live.
+        self._tried: dict[str, WorkerKey] = {}
+
+    async def run(self) -> None:
+        """Listen until cancelled."""
+        async for message in await self._bus.subscribe(self._subjects.announces):
+            try:
+                announce = decode_announce(message.data)
+                if self._is_new(announce):
+                    self._tried[announce.worker.worker_id] = announce.worker
+                    await self._peers.get(
+                        SourceRef(key=announce.worker, address=announce.grpc_address)
+                    )
+            except MoonpoolError as error:
+                log.info("kv.peer_not_connected", why=error.message)
+
+    def _is_new(self, announce: ReceivedAnnounce) -> bool:
+        return (
+            announce.role.can_prefill
+            and not announce.is_leaving
+            and announce.worker.worker_id != self._own.worker_id
+            and self._tried.get(announce.worker.worker_id) != announce.worker
+        )
