@@ -24,6 +24,9 @@ ENV_PREFIX = "MOONPOOL_"
 #: Variables of that prefix which are no configuration keys: read by single adapters.
 OTHER_ENV = frozenset(
     {
+        "MOONPOOL_ADDRESS",
+        "MOONPOOL_API_KEY",
+        "MOONPOOL_DEBUG",
         "MOONPOOL_HOME",
         "MOONPOOL_READY_FD",
     }

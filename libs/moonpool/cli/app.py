@@ -1,0 +1,328 @@
+"""Commands and flags. Nothing heavy is imported here: a command imports what it needs when it runs.
+
+Each command returns its exit code. Flags are spelt as vLLM spells them where the concept exists.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moonpool import __version__
+from moonpool.cli.failure import EXIT_CODES, EXIT_OK
+
+_EPILOG = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in EXIT_CODES.items()) + "."
+
+app = typer.Typer(
+    name="moonpool",
+    help="Serve language models with prefill and decode on separate workers.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MOONPOOL_DATA_DIR",
+        help="Where models, the cluster's secret and logs lie; default $MOONPOOL_HOME, else "
+        "~/.local/share/moonpool.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MOONPOOL_ADDRESS",
+        help="host:port of the router's gRPC door; default: the cluster that `up` started last.",
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MOONPOOL_API_KEY", show_envvar=True, help="The door's key, if it has one."
+    ),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--file", "-f", help="A cluster file (TOML or YAML).")
+]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"moonpool {__version__}")
+        raise typer.Exit(EXIT_OK)
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serve language models with prefill and decode on separate workers."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str, typer.Option(help="A name that `pull` knows, a directory, or a .gguf file.")
+    ] = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 120,
+    transports: Annotated[
+        str | None, typer.Option(help="How KV is read, in order of preference: shm,grpc.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Answer a long prompt on two workers and show what happened.
+
+    Pulls the model if it is not here, starts a cluster on free ports, and leaves nothing running.
+    """
+    from moonpool.cli.demo import DemoOptions, run_demo
+
+    return run_demo(
+        DemoOptions(
+            model=model,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            transports=transports,
+            data_dir=data_dir,
+        ),
+        is_json=as_json,
+    )
+
+
+@app.command()
+def up(
+    file: ConfigFile = None,
+    model: Annotated[
+        str | None, typer.Option(help="A name that `pull` knows, a directory, or a .gguf file.")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode workers.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of both doors; not loopback needs --api-key.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", "--http-port", help="HTTP door; 0 takes a free one.")
+    ] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC door; 0 takes a free one.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that clients must send.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name at the door.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most requests in one step.")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Token budget of one step.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks of a worker's pool.")] = None,
+    kv_cache_memory_bytes: Annotated[
+        str | None, typer.Option(help="Size of a worker's pool, like 512MiB.")
+    ] = None,
+    local_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Uncached tokens that a decode worker prefills itself.")
+    ] = None,
+    layers_per_group: Annotated[
+        int | None, typer.Option(help="Layers that a prefill announces at once.")
+    ] = None,
+    transports: Annotated[
+        str | None, typer.Option(help="How KV is read, in order of preference: shm,grpc.")
+    ] = None,
+    transport_strict: Annotated[
+        bool | None, typer.Option("--transport-strict", help="Never fall back to a later one.")
+    ] = None,
+    strict: Annotated[
+        bool | None, typer.Option("--strict", help="Refuse unknown request fields.")
+    ] = None,
+    max_queued_requests: Annotated[
+        int | None, typer.Option(help="Requests that may wait for a worker.")
+    ] = None,
+    request_timeout_s: Annotated[
+        float | None, typer.Option(help="Deadline of a request that sets none.")
+    ] = None,
+    nats_url: Annotated[
+        str | None, typer.Option(help="A broker that runs elsewhere; default: start one.")
+    ] = None,
+    nats_port: Annotated[
+        int | None, typer.Option(help="Port of the broker that is started; 0 takes a free one.")
+    ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send traces there, like http://127.0.0.1:4317.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, console or json.")] = None,
+    name: Annotated[str | None, typer.Option(help="The cluster's name.")] = None,
+    failpoints: Annotated[
+        str | None, typer.Option(help="Break on purpose; needs --unsafe-failpoints.")
+    ] = None,
+    unsafe_failpoints: Annotated[
+        bool | None, typer.Option("--unsafe-failpoints", help="Allow --failpoints.")
+    ] = None,
+    show_config: Annotated[
+        bool,
+        typer.Option("--show-config", help="Print each value and where it came from, and exit."),
+    ] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Start a cluster on this machine, until Ctrl-C.
+
+    Ctrl-C drains it, a second one forces. Flags beat the environment (MOONPOOL_ROUTER__HTTP_PORT=9000),
+    which beats the file.
+    """
+    from moonpool.cli.up import UpOptions, run_up
+
+    flags: dict[str, object] = {
+        "name": name,
+        "data_dir": data_dir,
+        "model": model,
+        "dtype": dtype,
+        "local_prefill_tokens": local_prefill_tokens,
+        "nats.url": nats_url,
+        "nats.port": nats_port,
+        "router.host": host,
+        "router.http_port": port,
+        "router.grpc_port": grpc_port,
+        "router.api_key": api_key,
+        "router.served_model_name": served_model_name,
+        "router.is_strict": strict,
+        "router.max_queued_requests": max_queued_requests,
+        "router.request_timeout_s": request_timeout_s,
+        "worker.block_size": block_size,
+        "worker.num_blocks": num_blocks,
+        "worker.kv_cache_memory_bytes": kv_cache_memory_bytes,
+        "worker.max_num_batched_tokens": max_num_batched_tokens,
+        "worker.max_num_seqs": max_num_seqs,
+        "worker.max_model_len": max_model_len,
+        "worker.layers_per_group": layers_per_group,
+        "worker.transports": transports,
+        "worker.is_transport_strict": transport_strict,
+        "telemetry.otlp_traces_endpoint": otlp_traces_endpoint,
+        "telemetry.log_level": log_level,
+        "telemetry.log_format": log_format,
+        "failpoints": failpoints,
+        "unsafe_failpoints": unsafe_failpoints,
+    }
+    return run_up(
+        UpOptions(
+            file=file,
+            flags=flags,
+            num_prefill=prefill,
+            num_decode=decode,
+            only_shows_config=show_config,
+        ),
+        is_json=as_json,
+    )
+
+
+@app.command()
+def chat(
+    message: Annotated[
+        str | None, typer.Argument(help="One question; without it a conversation begins.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For an answer that can be repeated.")] = None,
+    address: Address = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Ask a running cluster: once, or in a conversation."""
+    from moonpool.cli.chat import ChatOptions, run_chat
+    from moonpool.cli.target import find_target
+
+    return run_chat(
+        ChatOptions(
+            message=message,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        ),
+        target=find_target(address=address, api_key=api_key, data_dir=data_dir),
+        is_json=as_json,
+    )
+
+
+@app.command()
+def status(
+    address: Address = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Show who is there, how loaded, and what workers hold."""
+    from moonpool.cli.status import run_status
+    from moonpool.cli.target import find_target
+
+    target = find_target(address=address, api_key=api_key, data_dir=data_dir)
+    return run_status(target, is_json=as_json)
+
+
+@app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="As chat, demo and answers name it.")],
+    address: Address = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Show one request as a waterfall over all processes."""
+    from moonpool.cli.target import find_target
+    from moonpool.cli.trace import run_trace
+
+    target = find_target(address=address, api_key=api_key, data_dir=data_dir)
+    return run_trace(request_id, target, is_json=as_json)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="A known model, like smollm2-135m.")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Bring a model to this machine, verified, once."""
+    from moonpool.cli.pull import run_pull
+
+    return run_pull(name, data_dir=data_dir, is_json=as_json)
+
+
+@app.command()
+def doctor(
+    file: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Check this model's files.")] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Hash the model's files too.")] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Check this machine and say how to mend it."""
+    from moonpool.cli.doctor import run_doctor
+
+    return run_doctor(
+        file=file, flags={"model": model, "data_dir": data_dir}, is_deep=deep, is_json=as_json
+    )
+
+
+@app.command()
+def version(as_json: Json = False) -> int:
+    """Print what runs here, in which version."""
+    from moonpool.cli.version import run_version
+
+    return run_version(is_json=as_json)

