@@ -19,15 +19,24 @@ from support.workers import worker_config
 async def test_disaggregated_equals_local_and_nothing_outlives_its_parent(tmp_path: Path) -> None:
     """One test, since three engines take their time to start."""
     model = write_tiny_llama(tmp_path / "tiny")
+    damaged = write_tiny_llama(tmp_path / "damaged")
+    (weights,) = damaged.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
     configs = [
         worker_config(tmp_path, model, "prefill-0", "prefill", layers_per_group=1),
         worker_config(tmp_path, model, "shm-0", "decode", transports=("shm",)),
         worker_config(tmp_path, model, "grpc-0", "decode", transports=("grpc",)),
+        worker_config(tmp_path, damaged, "damaged-0", "decode"),
     ]
     async with AsyncExitStack() as stack:
         workers = [await WorkerProcess.start(config, tmp_path) for config in configs]
         for worker in workers:
             stack.push_async_callback(worker.child.kill)
+        # What the engine cannot load ends the worker, in words.
+        broken = workers.pop()
+        assert await broken.child.wait() == 1
+        broken.ready.close()
+        assert '"code": "invalid_model"' in broken.child.log_tail()
         addresses = await asyncio.gather(*(worker.wait_ready() for worker in workers))
         to_prefill, *to_decodes = [
             await stack.enter_async_context(worker.router(address))
