@@ -245,7 +245,9 @@ CASES = (
     ),
 )
 
-#: Worlds too large to exhaust, walked through at random.
+#: Worlds too large to exhaust, walked through at random. Copies and early timers do not meet in one
+#: world: a copy of a message that comes later than its abort is remembered (2 s) is taken for new,
+#: which no stream does; the memory is for what comes on another stream.
 WALKS = (
     Case(
         name="crossing with two faults and a cancel",
@@ -291,7 +293,6 @@ WALKS = (
             max_attempts=6,
             num_faults=4,
             num_cancels=1,
-            num_early_ticks=1,
             fault_kinds=ALL_FAULTS | {"duplicate"},
             reorders=frozenset({"R", "S", "A"}),
         ),
@@ -317,6 +318,8 @@ def _mutant(
             roles=roles,
             core=HonestConfig(num_blocks=num_blocks),
             max_attempts=2,
+            # Nothing breaks here: not one attempt may fail.
+            max_failures=1,
             num_cancels=num_cancels,
             must_finish=must_finish,
             reorders=reorders,
@@ -344,6 +347,7 @@ UNMUTATED = tuple(
             roles=case.config.roles,
             core=case.config.core,
             max_attempts=2,
+            max_failures=1,
             num_cancels=case.config.num_cancels,
             must_finish=case.config.must_finish,
             reorders=case.config.reorders,

@@ -47,7 +47,7 @@ from moonpool.handoff.messages import (
 from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
-from moonpool.routing.disagg_decider import DisaggConfig
+from moonpool.routing.disagg_decider import DisaggConfig, DisaggReason
 from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
 from support.requests import make_request
 
@@ -328,7 +328,7 @@ def test_the_decode_worker_decides_about_a_lost_prefill_worker() -> None:
 
 def test_three_failures_end_a_request(r: Router) -> None:
     r.arrive()
-    assert r.hand_back(D, HandBackReason.SOURCE_LOST) == [abort(P), *sent(2)]
+    assert r.hand_back(D, HandBackReason.TOO_LONG_TO_REPAIR) == [abort(P), *sent(2)]
     assert r.hand_back(D, HandBackReason.TOO_LONG_TO_REPAIR, 2) == [abort(P, 2), *sent(3)]
     assert r.hand_back(D, HandBackReason.SOURCE_LOST, 3) == [
         ended(0, None, error_code="worker_lost", num_attempts=3, num_failures=3),
@@ -349,10 +349,22 @@ def test_a_request_that_two_workers_died_of_is_poison() -> None:
 def test_a_failed_source_is_avoided_for_five_seconds() -> None:
     r = Router(P, P2, D)
     r.arrive()
-    assert r.hand_back(D, HandBackReason.SOURCE_LOST) == [abort(P), *sent(2, prefill=P2)]
+    assert r.hand_back(D, HandBackReason.TOO_LONG_TO_REPAIR) == [abort(P), *sent(2, prefill=P2)]
     assert r.hand_back(D, HandBackReason.REVOKED, 2) == [abort(P2, 2)]
     r.now = 5.0
     assert r.load(D)[-1:] == sent(3, prefill=P, deadline_s=55.0)[-1:]
+
+
+def test_a_request_does_not_go_back_to_a_source_that_it_lost() -> None:
+    """A frozen prefill worker is there until its silence is noticed; three tries would be lost."""
+    r = Router(P, D)
+    r.arrive()
+    assert r.hand_back(D, HandBackReason.SOURCE_LOST) == [abort(P), *sent(2, prefill=None)]
+    placement = r.placements[-1].placement
+    assert placement.decision.reason is DisaggReason.NO_PREFILL_WORKER
+    # Others still use it.
+    b = make_request("b", prompt=10, max_tokens=4, arrival=2.0)
+    assert r.arrive(b) == sent(prefill=P, request=b)
 
 
 def test_a_contradiction_of_what_the_client_has_starts_anew(r: Router) -> None:

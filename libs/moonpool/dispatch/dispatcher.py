@@ -14,6 +14,7 @@ Rules
   A refusal, a revocation, a preemption, a drain are not failures: they take a new attempt number and
   leave the request in the queue, in order of arrival, until there is room or its deadline passes.
 - The decode worker decides about a lost prefill worker: it may have all it needs, or repair the rest.
+  A request does not go back to a source that it lost; without another the decode worker prefills it.
 - A request that was in flight on two workers that died is taken for the cause and fails.
 - When an attempt or a request ends, it is aborted on every worker that did not end it itself.
 - A request ends exactly once: finish, error, cancel or deadline, whichever comes first.
@@ -388,6 +389,8 @@ class Dispatcher:
             case HandBackReason.SOURCE_LOST | HandBackReason.TOO_LONG_TO_REPAIR:
                 if placed.prefill is not None:
                     self._fleet.inhibit(placed.prefill, now)
+                    if reason is HandBackReason.SOURCE_LOST:
+                        request.lost_sources |= {placed.prefill}
                 self._fail_attempt(request, outcome)
                 return
         self._leave(request, outcome)
@@ -448,7 +451,9 @@ class Dispatcher:
             return _Placing.DONE
         if decode.key is None:
             return _Placing.NO_DECODE_ROOM
-        prefill = select_prefill(views, decode=decode.key, unfit=request.unfit)
+        prefill = select_prefill(
+            views, decode=decode.key, unfit=request.unfit, lost=request.lost_sources
+        )
         least_queued_tokens = next(
             (
                 int(c.score)

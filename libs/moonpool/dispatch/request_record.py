@@ -46,6 +46,8 @@ class RequestRecord:
     num_deaths: int = 0
     #: Workers that said that they can never hold it.
     unfit: frozenset[WorkerKey] = frozenset()
+    #: Prefill workers that vanished in the middle of a handoff of this request.
+    lost_sources: frozenset[WorkerKey] = frozenset()
     num_cached_tokens: int | None = None
     #: Why the last attempt ended.
     outcome: str = ""
@@ -68,5 +70,6 @@ class RequestRecord:
             self.num_failures,
             self.num_deaths,
             tuple(sorted(self.unfit)),
+            tuple(sorted(self.lost_sources)),
             self.num_cached_tokens,
         )

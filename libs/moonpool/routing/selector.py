@@ -26,6 +26,8 @@ class FilterReason(enum.StrEnum):
     INHIBITED = "inhibited"
     #: It said that it can never hold this request, or its whole pool is too small for it.
     NEVER_FITS = "never_fits"
+    #: It vanished in the middle of a handoff of this request.
+    LOST_SOURCE = "lost_source"
     #: It is the request's decode worker.
     IS_DECODE = "is_decode"
 
@@ -95,17 +97,25 @@ def select_prefill(
     *,
     decode: WorkerKey,
     unfit: frozenset[WorkerKey] = frozenset(),
+    lost: frozenset[WorkerKey] = frozenset(),
 ) -> Selection:
-    """The prefill worker with the fewest uncached tokens queued, other than `decode`."""
-    rated = [
-        (
-            view,
-            float(view.num_queued_tokens),
-            FilterReason.IS_DECODE if view.key == decode else _common_filter(view, unfit),
-        )
-        for view in views
-        if view.info.role.can_prefill
-    ]
+    """The prefill worker with the fewest uncached tokens queued, other than `decode`.
+
+    Args:
+        unfit: Workers that said that they can never hold this request.
+        lost: Workers that vanished in the middle of a handoff of this request.
+    """
+    rated: list[tuple[WorkerView, float, FilterReason | None]] = []
+    for view in views:
+        if not view.info.role.can_prefill:
+            continue
+        if view.key == decode:
+            reason: FilterReason | None = FilterReason.IS_DECODE
+        elif view.key in lost:
+            reason = FilterReason.LOST_SOURCE
+        else:
+            reason = _common_filter(view, unfit)
+        rated.append((view, float(view.num_queued_tokens), reason))
     return _select(rated)
 
 
