@@ -25,9 +25,12 @@ from moonpool_loadtest.faults.lab import (
     open_lab,
 )
 from moonpool_loadtest.faults.scenarios import (
+    DECODE,
+    PREFILL,
     Kill,
     run_boot_without_nats,
     run_disconnects,
+    run_freeze,
     run_kill,
     run_nats_restart,
     run_router_restart,
@@ -95,6 +98,11 @@ async def test_a_killed_worker_costs_no_token(lab: FaultLab, kill: Kill) -> None
     if lab.cluster.part("router").num_starts == 0:
         await run_boot_without_nats(lab)
     check(await run_kill(lab, kill, _FOLLOWING[kill]))
+
+
+@pytest.mark.parametrize("target", [PREFILL, DECODE])
+async def test_a_frozen_worker_is_a_dead_one_until_it_wakes(lab: FaultLab, target: str) -> None:
+    check(await run_freeze(lab, target))
 
 
 async def test_the_broker_dies_and_comes_back_under_load(lab: FaultLab) -> None:

@@ -22,11 +22,14 @@ from moonpool_loadtest.faults.lab import (
     open_lab,
 )
 from moonpool_loadtest.faults.scenarios import (
+    DECODE,
+    PREFILL,
     Kill,
     decode_kills,
     prefill_kills,
     run_boot_without_nats,
     run_disconnects,
+    run_freeze,
     run_kill,
     run_nats_restart,
     run_router_restart,
@@ -71,8 +74,10 @@ def make_kills(*, num_layers: int) -> tuple[Kill, ...]:
 
 
 def num_sets(kills: Sequence[Kill]) -> int:
-    """Sets of requests that all scenarios take together, with some to spare."""
-    return 1 + 3 + len(kills) + 3 + 2 + 5 + 4 + 4
+    """Sets of four requests that all scenarios take together."""
+    boot, plain, freezes, nats, router = 1, 3, 2, 3, 2
+    disconnects = 5 + 4 + 4
+    return boot + plain + len(kills) + freezes + nats + router + disconnects
 
 
 async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) -> list[FaultReport]:
@@ -87,6 +92,8 @@ async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) ->
         show(await run_without_fault(lab))
         for kill, following in itertools.zip_longest(kills, kills[1:]):
             show(await run_kill(lab, kill, following))
+        show(await run_freeze(lab, PREFILL))
+        show(await run_freeze(lab, DECODE))
         show(await run_nats_restart(lab))
         show(await run_router_restart(lab))
         show(await run_disconnects(lab))

@@ -28,7 +28,7 @@ class LabSizes:
 
     vocab_size: int
     #: Prefilled elsewhere (above local_prefill_tokens), and on the decode worker.
-    long_prompt: int = 300
+    long_prompt: int = 220
     short_prompt: int = 20
     max_tokens: int = 24
 

@@ -6,12 +6,12 @@ Each scenario leaves the cluster whole and quiet, and one row in the lab's repor
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.cluster.local_cluster import ROUTER, LocalCluster
-from moonpool.cluster.part import PartState
-from moonpool.errors import MoonpoolError, UnavailableError
+from moonpool.errors import UnavailableError
 from moonpool_loadtest.faults.lab import FaultLab, FaultReport
 from moonpool_loadtest.faults.workload import Outcome
 
@@ -22,11 +22,13 @@ DECODE = "decode-0"
 DECODE_GRPC = "grpc-0"
 
 _POLL_S = 0.005
+#: Nobody is taken for dead sooner: keepalive time and timeout, less what passed of the first.
+_MIN_SILENCE_S = 2.5
 #: A router serves this soon after the broker is there (issue 2).
 READY_AFTER_NATS_S = 5.0
 
 #: Slow enough to be met at every stage: each layer of a chunk, each step.
-SLOW_PREFILL = "prefill.after_layer=sleep:10"
+SLOW_PREFILL = "prefill.after_layer=sleep:20"
 SLOW_DECODE = "engine.after_step=sleep:10"
 
 
@@ -155,6 +157,28 @@ async def run_kill(lab: FaultLab, kill: Kill, following: Kill | None) -> FaultRe
     return lab.judge(kill.name, outcomes, problems=problems, started=started)
 
 
+async def run_freeze(lab: FaultLab, target: str) -> FaultReport:
+    """A worker's service stops without dying: silence is death, and a late waking harms nobody."""
+    started = asyncio.get_running_loop().time()
+    process = lab.cluster.part(target).process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    try:
+        outcomes = await lab.client.ask_all(lab.take())
+    finally:
+        process.send_signal(signal.SIGCONT)
+    slowest_s = max(outcome.duration_s for outcome in outcomes)
+    problems = await lab.settle()
+    if slowest_s < _MIN_SILENCE_S:
+        problems.append(f"nobody waited for {target}: the slowest took {slowest_s:.1f} s")
+    return lab.judge(
+        f"SIGSTOP {target} until all have their answers",
+        outcomes,
+        problems=problems,
+        started=started,
+    )
+
+
 async def run_nats_restart(lab: FaultLab) -> FaultReport:
     """The broker dies under load, stays away, and comes back under load."""
     started = asyncio.get_running_loop().time()
@@ -252,7 +276,7 @@ async def _leave_prefill(lab: FaultLab) -> bool:
 
 
 async def _leave_transfer(lab: FaultLab) -> bool:
-    return await _leave_when(lab, lambda: _has_reservation(lab.cluster))
+    return await _leave_when(lab, lambda: _has_transfer(lab.cluster))
 
 
 async def _leave_decode(lab: FaultLab) -> bool:
@@ -316,14 +340,7 @@ async def _has_prefill(cluster: LocalCluster) -> bool:
     return (await cluster.ledger(PREFILL)).ledger.num_prefills > 0
 
 
-async def _has_reservation(cluster: LocalCluster) -> bool:
-    for worker_id in cluster.worker_ids:
-        if cluster.part(worker_id).state is not PartState.READY or worker_id == PREFILL:
-            continue
-        try:
-            report = await cluster.ledger(worker_id)
-        except MoonpoolError:
-            continue
-        if report.ledger.num_reserved and report.num_reads:
-            return True
-    return False
+async def _has_transfer(cluster: LocalCluster) -> bool:
+    """A decode worker reads what the prefill worker still computes."""
+    source = await cluster.ledger(PREFILL)
+    return source.ledger.num_prefills > 0 and source.num_open_streams > 0
