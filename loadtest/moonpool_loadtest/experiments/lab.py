@@ -1,0 +1,232 @@
+"""Clusters on chosen cores, and a client that notes when each token arrives.
+
+The experiment's own process and everything that it starts share one core; engines are moved from there
+to the core that the experiment gives them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from moonpool.cluster.local_cluster import ClusterOptions, LocalCluster
+from moonpool.config.schema import ClusterConfig, Dtype, RoleName, TransportName, default_data_dir
+from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.hub.model_dir import ModelDir, resolve
+from moonpool.ids import RequestId
+from moonpool.inference.generation import (
+    GenerationDone,
+    GenerationRequest,
+    SamplingOptions,
+    TokenPrompt,
+)
+from moonpool.rpc.channel import open_channel
+from moonpool.rpc.generate import open_generation
+
+#: Prompts are of tokens in [FIRST_TOKEN_ID, END_TOKEN_ID): below lie SmolLM2's special tokens.
+FIRST_TOKEN_ID = 100
+END_TOKEN_ID = 40_000
+_DEADLINE_S = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """The two cores of an experiment."""
+
+    #: Of the engine that is looked at, alone.
+    engine: int
+    #: Of everything else.
+    others: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What every experiment is told."""
+
+    model: ModelDir
+    #: Runs and secrets of the clusters; removed at the end.
+    home: Path
+    dtype: Dtype
+    cores: Cores
+    is_quick: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker of a cluster; its worker id is `<role>-0`."""
+
+    role: RoleName
+    engine_core: int
+    #: Token budget of a step: how a prompt is cut into chunks.
+    chunk_tokens: int
+    pool_tokens: int
+    transport: TransportName = "shm"
+    max_num_seqs: int = 16
+
+
+def cluster_config(
+    setting: Setting, name: str, workers: Sequence[WorkerPlan], *, local_prefill_tokens: int = 256
+) -> ClusterConfig:
+    """A cluster of these workers; everything but their engines runs on the other core."""
+    others = [setting.cores.others]
+    return ClusterConfig.model_validate(
+        {
+            "name": name,
+            "data_dir": setting.home,
+            "model": str(setting.model.path),
+            "dtype": setting.dtype,
+            "local_prefill_tokens": local_prefill_tokens,
+            "router": {"http_port": 0, "grpc_port": 0, "cpus": others},
+            "worker": {"is_transport_strict": True, "service_cpus": others},
+            "workers": [
+                {
+                    "role": worker.role,
+                    "engine_cpus": [worker.engine_core],
+                    "max_num_batched_tokens": worker.chunk_tokens,
+                    "max_num_seqs": worker.max_num_seqs,
+                    "num_blocks": worker.pool_tokens // 16,
+                    "transports": [worker.transport],
+                }
+                for worker in workers
+            ],
+        }
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What a client saw of one request, by the host's wall clock."""
+
+    sent_unix_ns: int
+    #: None before the first chunk.
+    request_id: RequestId | None = None
+    #: One for each token: when the chunk that brought it was read.
+    token_unix_ns: list[int] = field(default_factory=list)
+    done: GenerationDone | None = None
+    #: Set with each chunk.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.token_unix_ns[0] - self.sent_unix_ns) / 1e6
+
+    def gaps_ms(self, *, start_ns: int, end_ns: int) -> list[float]:
+        """Between tokens of which both arrived within [start_ns, end_ns)."""
+        moments = [moment for moment in self.token_unix_ns if start_ns <= moment < end_ns]
+        return [(later - earlier) / 1e6 for earlier, later in itertools.pairwise(moments)]
+
+
+class Asker:
+    """A client of one cluster.
+
+    Args:
+        seed: Of the prompts: no two are alike, so nothing is found in a cache.
+    """
+
+    def __init__(self, cluster: LocalCluster, channel: grpc.aio.Channel, *, seed: int) -> None:
+        self.cluster = cluster
+        self._channel = channel
+        self._rng = random.Random(seed)
+
+    async def ask(self, num_tokens: int, max_tokens: int) -> Answer:
+        """The whole answer to a random prompt of `num_tokens`, greedy.
+
+        Raises:
+            MoonpoolError: It failed.
+        """
+        answer = Answer(sent_unix_ns=time.time_ns())
+        await self.read(answer, num_tokens, max_tokens)
+        return answer
+
+    async def read(self, answer: Answer, num_tokens: int, max_tokens: int) -> None:
+        """Ask, and read into `answer` as it comes; being cancelled ends the request."""
+        prompt = tuple(self._rng.randrange(FIRST_TOKEN_ID, END_TOKEN_ID) for _ in range(num_tokens))
+        request = GenerationRequest(
+            prompt=TokenPrompt(token_ids=prompt),
+            options=SamplingOptions(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            deadline_s=_DEADLINE_S,
+        )
+        answer.sent_unix_ns = time.time_ns()
+        async with open_generation(self._channel, request, peer="the router") as events:
+            async for event in events:
+                now_ns = time.time_ns()
+                answer.request_id = event.request_id
+                if isinstance(event, GenerationDone):
+                    answer.done = event
+                else:
+                    answer.token_unix_ns += [now_ns] * len(event.token_ids)
+                answer.changed.set()
+
+
+@asynccontextmanager
+async def open_asker(config: ClusterConfig, *, seed: int) -> AsyncIterator[Asker]:
+    """Start the cluster; it is quiet and ready inside the block."""
+    async with (
+        LocalCluster(config, options=ClusterOptions(is_pinned=False)) as cluster,
+        open_channel(cluster.endpoints.grpc_address) as channel,
+    ):
+        yield Asker(cluster, channel, seed=seed)
+
+
+def progress(text: str) -> None:
+    """Tell whoever waits; the results alone go to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(
+    name: str,
+    experiment: Callable[[Setting, argparse.Namespace], Awaitable[None]],
+    parser: argparse.ArgumentParser,
+) -> int:
+    """Parse the command line, find model and cores, run `experiment`; the exit status."""
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--data-dir", type=Path, help="where models are")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: figures mean nothing")
+    options = parser.parse_args()
+    data_dir = (options.data_dir or default_data_dir(os.environ)).absolute()
+    try:
+        cores = _two_cores()
+        os.sched_setaffinity(0, {cores.others})
+        model = resolve(options.model, data_dir=data_dir, can_pull=True)
+        with tempfile.TemporaryDirectory(prefix=f"moonpool-{name}-") as home:
+            setting = Setting(
+                model=model,
+                home=Path(home),
+                dtype=options.dtype,
+                cores=cores,
+                is_quick=options.quick,
+            )
+            asyncio.run(_awaited(experiment(setting, options)))
+    except MoonpoolError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+async def _awaited(experiment: Awaitable[None]) -> None:
+    await experiment
+
+
+def _two_cores() -> Cores:
+    """The last two that this process may use.
+
+    Raises:
+        ConfigError: There is only one.
+    """
+    available = sorted(os.sched_getaffinity(0))
+    if len(available) < 2:
+        raise ConfigError("This experiment needs two cores: one engine has one to itself.")
+    return Cores(engine=available[-1], others=available[-2])
