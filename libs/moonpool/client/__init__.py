@@ -14,6 +14,7 @@ cancelled on the server: leave its `with` block, call `close()`, or drop it. Fai
 with stable codes; errors.py also has them under the names of the `openai` package.
 """
 
+import moonpool.rpc  # noqa: F401 - first: it quiets grpc before grpc is imported
 from moonpool.client.async_client import AsyncClient, AsyncGeneration
 from moonpool.client.errors import (
     APIConnectionError,
