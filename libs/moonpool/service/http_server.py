@@ -45,7 +45,9 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._lost = asyncio.Event()
         self._config = Config(
-            app,
+            # Given the application itself, uvicorn calls it to find out whether it is a factory.
+            lambda: app,
+            factory=True,
             http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",

@@ -140,7 +140,9 @@ class HttpDoor:
             self._note_failure(exchange, scope, error)
             await send_error(send_told, error)
         except HTTPException as refused:
-            await send_error(send_told, _refusal(scope, refused), headers=refused.headers)
+            refusal = _refusal(scope, refused)
+            exchange.error_code = refusal.code
+            await send_error(send_told, refusal, headers=refused.headers)
         except Exception:
             log.exception("http.failed", request_id=exchange.request_id, path=scope["path"])
             ours = hidden(exchange.request_id)
