@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.cli.main import run
 from moonpool.inference.generation import Usage
 from moonpool_loadtest.bench.__main__ import _without_secrets, main
 from moonpool_loadtest.bench.arrivals import ArrivalProcess
@@ -251,3 +252,8 @@ def test_a_wrong_configuration_is_one_line(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("moonpool bench: ")
+
+
+def test_the_command_hands_its_flags_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--burstiness", "0", "--help"]) == 2
+    assert "moonpool bench: error: argument --burstiness" in capfd.readouterr().err

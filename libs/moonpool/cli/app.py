@@ -304,6 +304,22 @@ def pull(
     return run_pull(name, data_dir=data_dir, is_json=as_json)
 
 
+@app.command(
+    # Its flags, --help included, are the module's own.
+    add_help_option=False,
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def bench(context: typer.Context) -> int:
+    """Put load on a server and measure what its clients see."""
+    from moonpool.cli.bench import run_bench
+
+    return run_bench(context.args)
+
+
 @app.command()
 def doctor(
     file: ConfigFile = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ from moonpool.errors import (
     NotFoundError,
     OverloadedError,
     UnauthenticatedError,
+    UnavailableError,
 )
 from moonpool.inference.generation import TokenPrompt, Usage
 from moonpool_loadtest.bench.driver import (
@@ -29,6 +31,7 @@ from moonpool_loadtest.bench.sse import HttpUrl, SseParser, send
 from moonpool_loadtest.bench.workload import BenchRequest
 
 _DONE = b"[DONE]"
+_LIST_TIMEOUT_S = 10.0
 _ERROR_BY_STATUS: dict[int, type[MoonpoolError]] = {
     401: UnauthenticatedError,
     403: UnauthenticatedError,
@@ -119,8 +122,16 @@ class OpenAIDriver:
 
     async def list_models(self) -> tuple[str, ...]:
         """Also settles which model is asked if none was named: the first."""
-        async with send(self._url, "GET", "/models", headers=self._headers) as answer:
-            content = await answer.read()
+        try:
+            async with (
+                asyncio.timeout(_LIST_TIMEOUT_S),
+                send(self._url, "GET", "/models", headers=self._headers) as answer,
+            ):
+                content = await answer.read()
+        except TimeoutError:
+            raise UnavailableError(
+                f"{self._url.host}:{self._url.port}: no answer within {_LIST_TIMEOUT_S:g} s"
+            ) from None
         if answer.status != 200:
             raise self._error(answer.status, content)
         try:
