@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from moonpool.cluster.nats_server import NatsServer
-from moonpool.cluster.process import ChildProcess, living_group_members
+from moonpool.cluster.process import ChildProcess, descendants_of, living_group_members
 from moonpool.errors import UnavailableError
 from support.eventually import eventually
 from support.processes import wait_for_exit
@@ -71,6 +71,19 @@ async def test_kill_leaves_no_grandchild(tmp_path: Path) -> None:
     assert child.returncode == -signal.SIGKILL
     assert living_group_members(child.pid) == ()
     await child.kill()
+
+
+async def test_kill_finds_a_grandchild_in_a_session_of_its_own(tmp_path: Path) -> None:
+    child = await start(tmp_path, "sh", "-c", "setsid sleep 600 & echo started; wait")
+    await eventually(lambda: "started" in child.log_tail(), timeout_s=10, what="started")
+    await eventually(
+        lambda: any(one.group_id == one.pid for one in descendants_of(child.pid)),
+        timeout_s=10,
+        what="the grandchild has its session",
+    )
+    descendants = descendants_of(child.pid)
+    await child.kill()
+    assert not any(one.is_living for one in descendants)
 
 
 async def test_stop_kills_what_does_not_obey(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -192,8 +191,7 @@ class LocalCluster:
         """Kill everything now (a second Ctrl-C); leaving the cluster then takes no time."""
         for part in self._parts.values():
             if part.process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(part.process.pid, signal.SIGKILL)
+                part.process.kill_now()
 
     async def wait_ready(self, *, timeout_s: float | None = None) -> None:
         """Return when the router serves and every worker has joined it.

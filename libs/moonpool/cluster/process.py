@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _GROUP_POLL_S = 0.01
@@ -98,18 +99,30 @@ class ChildProcess:
         return await self.wait()
 
     async def kill(self, *, timeout_s: float = 5.0) -> None:
-        """SIGKILL for it and all its children; returns when none of them is left.
+        """SIGKILL for it and all that it started; returns when none of them is left.
 
         Raises:
-            TimeoutError: A process of the group cannot be killed.
+            TimeoutError: A process cannot be killed.
         """
+        descendants = self.kill_now()
         async with asyncio.timeout(timeout_s):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            # Grandchildren are not ours to wait for: the kernel tells of their end in /proc only.
-            while living_group_members(self.pid):  # noqa: ASYNC110
+            # Only /proc tells of the end of processes that are not our children.
+            while living_group_members(self.pid) or any(one.is_living for one in descendants):  # noqa: ASYNC110
                 await asyncio.sleep(_GROUP_POLL_S)
             await self.wait()
+
+    def kill_now(self) -> tuple[ProcessStat, ...]:
+        """SIGKILL for it and all that it started, without waiting. Returns what it had started.
+
+        A child of it that began a session of its own (an engine) is found by its parent, which is why
+        this looks before it kills.
+        """
+        descendants = descendants_of(self.pid) if self.is_running else ()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for process in descendants:
+            process.kill()
+        return descendants
 
     def log_tail(self, *, num_lines: int = 20) -> str:
         """The end of its log, for an error message."""
@@ -120,18 +133,64 @@ class ChildProcess:
         return "\n".join(lines[-num_lines:])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStat:
+    """A line of /proc/PID/stat. The start time tells a process from a later one of the same id."""
+
+    pid: int
+    state: str
+    parent_pid: int
+    group_id: int
+    start_ticks: int
+
+    @property
+    def is_living(self) -> bool:
+        """It still runs (a zombie does not)."""
+        now = read_stat(self.pid)
+        return now is not None and now.start_ticks == self.start_ticks and now.state not in "ZX"
+
+    def kill(self) -> None:
+        if self.is_living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # pid (name) state ppid pgrp ...: the name may hold spaces and parentheses.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return ProcessStat(
+        pid=pid,
+        state=fields[0],
+        parent_pid=int(fields[1]),
+        group_id=int(fields[2]),
+        start_ticks=int(fields[19]),
+    )
+
+
 def living_group_members(group_id: int) -> tuple[int, ...]:
-    """Processes of a process group that are not zombies, by /proc."""
-    members = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = Path(entry.path, "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # pid (name) state ppid pgrp ...: the name may hold spaces and parentheses.
-        state, _, group = stat[stat.rindex(")") + 2 :].split(" ", 3)[:3]
-        if int(group) == group_id and state not in "ZX":
-            members.append(int(entry.name))
-    return tuple(members)
+    """Processes of a process group that are not zombies."""
+    return tuple(
+        stat.pid for stat in _all_stats() if stat.group_id == group_id and stat.state not in "ZX"
+    )
+
+
+def descendants_of(pid: int) -> tuple[ProcessStat, ...]:
+    """Children of `pid`, theirs, and so on, whatever their session."""
+    stats = _all_stats()
+    found: list[ProcessStat] = []
+    parents = {pid}
+    while parents:
+        children = [stat for stat in stats if stat.parent_pid in parents]
+        found += children
+        parents = {stat.pid for stat in children}
+    return tuple(found)
+
+
+def _all_stats() -> list[ProcessStat]:
+    stats = (read_stat(int(entry.name)) for entry in os.scandir("/proc") if entry.name.isdigit())
+    return [stat for stat in stats if stat is not None]
