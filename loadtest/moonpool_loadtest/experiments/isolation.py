@@ -52,6 +52,8 @@ _STEADY_MAX_TOKENS = 3_000
 _PROMPT_TOKENS_ASKED = 2
 #: Tokens that each steady request has before the window opens.
 _WARM_TOKENS = 4
+#: Of a window that is measured by time only: two gaps at least.
+_FEWEST_STEPS = 4
 #: A window that has not seen its steps ends when it is so many times as long as planned.
 _LONGEST = 6.0
 
@@ -121,8 +123,8 @@ async def run_window(
             running.append(tasks.create_task(prompts.run()))
         start_ns = time.time_ns()
         num_before = [len(answer.token_unix_ns) for answer in answers]
-        last_step = max(step.step for step in await cluster.steps(DECODE))
-        wanted = scale.steps_per_window if needs_steps else 0
+        last_step = (await cluster.steps(DECODE))[-1].step
+        wanted = scale.steps_per_window if needs_steps else _FEWEST_STEPS
         await asyncio.sleep(scale.window_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout((_LONGEST - 1.0) * scale.window_s):
@@ -137,14 +139,17 @@ async def run_window(
     await cluster.wait_quiet(timeout_s=60.0)
     if bursts_on is not None:
         await bursts_on.cluster.wait_quiet(timeout_s=60.0)
+    gaps_ms = tuple(
+        (later.computed_unix_ns - earlier.computed_unix_ns) / 1e6
+        for earlier, later in itertools.pairwise(steps)
+        if later.step == earlier.step + 1
+        and start_ns <= earlier.computed_unix_ns
+        and later.computed_unix_ns <= end_ns
+    )
+    if not gaps_ms:
+        raise InternalError(f"No two steps in {(end_ns - start_ns) / 1e9:.0f} s.")
     return Window(
-        step_gaps_ms=tuple(
-            (later.computed_unix_ns - earlier.computed_unix_ns) / 1e6
-            for earlier, later in itertools.pairwise(steps)
-            if later.step == earlier.step + 1
-            and start_ns <= earlier.computed_unix_ns
-            and later.computed_unix_ns <= end_ns
-        ),
+        step_gaps_ms=gaps_ms,
         client_gaps_ms=tuple(
             gap for answer in answers for gap in answer.gaps_ms(start_ns=start_ns, end_ns=end_ns)
         ),
