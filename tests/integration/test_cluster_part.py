@@ -111,3 +111,13 @@ async def test_stopping_in_the_middle_of_a_start_leaves_nothing(tmp_path: Path) 
     assert part.process is not None
     assert part.state is PartState.STOPPED
     assert not part.process.is_running
+
+
+async def test_force_ends_it_for_good(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as part:
+        await part.wait_ready(timeout_s=30)
+        part.force()
+        await eventually(
+            lambda: part.state is PartState.STOPPED, timeout_s=10, what="stopped for good"
+        )
+        assert part.num_starts == 1

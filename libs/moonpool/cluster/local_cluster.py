@@ -190,8 +190,7 @@ class LocalCluster:
     def force(self) -> None:
         """Kill everything now (a second Ctrl-C); leaving the cluster then takes no time."""
         for part in self._parts.values():
-            if part.process is not None:
-                part.process.kill_now()
+            part.force()
 
     async def wait_ready(self, *, timeout_s: float | None = None) -> None:
         """Return when the router serves and every worker has joined it.

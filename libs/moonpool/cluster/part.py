@@ -180,6 +180,12 @@ class Part:
         if self._process is not None:
             await self._process.kill()
 
+    def force(self) -> None:
+        """SIGKILL without waiting, and no other life."""
+        self._is_wanted = False
+        if self._process is not None:
+            self._process.kill_now()
+
     async def _live_once(self) -> str:
         """One life of the process; returns why it ended."""
         self.num_starts += 1
