@@ -1,9 +1,9 @@
-"""`moonpool demo`: one prefill and one decode worker answer a question about a long text.
+"""`moonpool demo`: one prefill and one decode worker continue a long conversation.
 
 Life
   1. The model is pulled if it is not here.
   2. NATS, a router, a prefill and a decode worker start on free ports of 127.0.0.1.
-  3. A chat question with a text of over 1,000 tokens is asked; the answer streams to stdout.
+  3. A conversation of over 1,000 tokens gets one more question; the answer streams to stdout.
   4. The request's trace is fetched from the router, and what happened is shown.
   5. Everything stops; nothing is left running.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from moonpool.cli.ask import Reply, ask
-from moonpool.cli.demo_text import QUESTION, TEXT, TITLE
+from moonpool.cli.demo_text import QUESTION, TITLE, TURNS, demo_messages
 from moonpool.cli.failure import EXIT_OK
 from moonpool.cli.journey import Journey, make_journey
 from moonpool.cli.journey_view import journey_json, journey_lines
@@ -32,7 +32,7 @@ from moonpool.cluster.process import living_group_members
 from moonpool.config.load import load_cluster_config
 from moonpool.config.schema import ClusterConfig
 from moonpool.errors import NotFoundError
-from moonpool.inference.generation import ChatMessage, SamplingOptions
+from moonpool.inference.generation import SamplingOptions
 from moonpool.rpc.admin import fetch_trace
 from moonpool.telemetry import names
 from moonpool.wire.spans import Span
@@ -89,11 +89,6 @@ def demo_config(options: DemoOptions) -> ClusterConfig:
             "worker.kv_cache_memory_bytes": _POOL_BYTES,
         },
     ).config
-
-
-def demo_messages() -> tuple[ChatMessage, ...]:
-    """The text, then the question: what a user would paste."""
-    return (ChatMessage(role="user", content=f"{TEXT}\n\n{QUESTION}"),)
 
 
 async def _demo(config: ClusterConfig, options: DemoOptions, screen: _Screen) -> None:
@@ -169,7 +164,9 @@ class _Screen:
         if self._is_json:
             return
         self._say(f"Ready in {took_s:.1f} s.\n")
-        self._say(f"The prompt: {TITLE} ({len(TEXT.split()):,} words), and then:", style="dim")
+        self._say(
+            f"The prompt: {TITLE}, {len(TURNS)} questions with answers, and then:", style="dim"
+        )
         self._say(f"> {QUESTION}\n", style="bold")
 
     def on_text(self, text: str) -> None:

@@ -1,65 +1,113 @@
-"""The text that `moonpool demo` asks about, written for it: over 1,000 tokens of plain English."""
+"""The conversation that `moonpool demo` continues: over 1,000 tokens, written for it.
+
+Short questions with answers of three plain sentences, so that a small model has an example to follow
+and answers the last one sensibly.
+"""
 
 from __future__ import annotations
 
-TITLE = "Why the sea rises and falls"
+from moonpool.inference.generation import ChatMessage
 
-QUESTION = "What causes the tides? Answer in a few sentences."
+TITLE = "a conversation about the sea"
 
-TEXT = """\
-Why the sea rises and falls
+TURNS: tuple[tuple[str, str], ...] = (
+    (
+        "What is a lighthouse?",
+        "A lighthouse is a tall tower with a bright light at the top. It stands near the coast or on a "
+        "rock in the sea, and its light shows sailors where the land is. In the past a keeper lived "
+        "there and lit the lamp every evening, but today most lighthouses work by themselves.",
+    ),
+    (
+        "What is a harbour?",
+        "A harbour is a place on the coast where ships can stay safely. Walls of stone or the shape of "
+        "the land protect it from the wind and the waves. Ships come into the harbour to load and "
+        "unload goods, to be repaired, or to wait until a storm is over.",
+    ),
+    (
+        "What is an anchor?",
+        "An anchor is a heavy piece of metal that is tied to a ship with a chain or a rope. When it is "
+        "dropped, it sinks to the bottom of the sea and digs into the sand or the mud. It keeps the "
+        "ship in its place, so that the wind and the water do not carry it away.",
+    ),
+    (
+        "What is a compass?",
+        "A compass is a tool that shows which way is north. It has a small magnetic needle that can "
+        "turn freely and that follows the magnetic field of the Earth. Sailors use a compass to find "
+        "their way when they cannot see the land, the sun or the stars.",
+    ),
+    (
+        "What is a tide?",
+        "A tide is the slow rising and falling of the sea along the coast. It is caused mostly by the "
+        "gravity of the Moon, which pulls on the water of the oceans. Most coasts have two high tides "
+        "and two low tides every day.",
+    ),
+    (
+        "What is a wave?",
+        "A wave is a movement that travels across the surface of the water. Most waves are made by the "
+        "wind, which pushes the water up and down as it blows over the sea. When a wave comes to "
+        "shallow water near the beach, it becomes slower and higher, and then it breaks.",
+    ),
+    (
+        "What is a whale?",
+        "A whale is a very large animal that lives in the ocean. It looks like a fish, but it is a "
+        "mammal: it breathes air, it has warm blood, and it feeds its young with milk. The blue whale "
+        "is the largest animal on Earth and can be thirty metres long.",
+    ),
+    (
+        "What is a seagull?",
+        "A seagull is a bird that lives near the sea. It has white and grey feathers, strong wings and "
+        "a loud voice, and it eats fish, crabs, insects and almost anything else that it can find. "
+        "Seagulls build their nests on cliffs, on islands and sometimes on the roofs of houses.",
+    ),
+    (
+        "What is a coral reef?",
+        "A coral reef is a large structure under the water that is built by very small animals called "
+        "corals. Over many years their hard skeletons grow together and form walls and hills on the "
+        "sea floor. Reefs lie in warm and clear water, and thousands of kinds of fish live in them.",
+    ),
+    (
+        "What is an island?",
+        "An island is a piece of land that has water on all sides. Some islands were once part of the "
+        "mainland, and others were made by volcanoes that grew up from the bottom of the sea. Islands "
+        "can be so small that nobody lives there, or as large as Greenland.",
+    ),
+    (
+        "What is a submarine?",
+        "A submarine is a ship that can travel under the water. It has large tanks: when they are "
+        "filled with water the submarine sinks, and when they are filled with air it rises again. "
+        "Submarines are used by navies, and also by scientists who study the deep sea.",
+    ),
+    (
+        "What is an iceberg?",
+        "An iceberg is a large piece of ice that has broken off a glacier and floats in the sea. Ice is "
+        "a little lighter than water, so only a small part of an iceberg can be seen, and the rest of "
+        "it is below the surface. Icebergs are dangerous for ships, which must keep away from them.",
+    ),
+    (
+        "What is a storm?",
+        "A storm is very bad weather with strong wind and often with rain, snow or thunder. It forms "
+        "where warm and cold air meet and the pressure of the air becomes low. At sea a storm makes "
+        "high waves, and small boats must return to the harbour before it comes.",
+    ),
+    (
+        "What is a map?",
+        "A map is a picture of a part of the Earth as it looks from above. It shows where the land, the "
+        "water, the roads and the towns are, and how far it is from one place to another. A map for "
+        "sailors is called a chart, and it also shows how deep the water is.",
+    ),
+)
 
-Anyone who spends a day at the coast can see that the sea does not stay where it is. In the morning the \
-water may stand at the foot of the dunes, and children must play on a narrow strip of sand. Six hours \
-later the same water has gone far out, and where it stood there is a wide wet beach with pools, stones and \
-small crabs. Six hours after that it is back again. This rising and falling of the sea is called the tide. \
-When the water is highest we speak of high tide, and when it is lowest we speak of low tide.
+QUESTION = "What is a volcano?"
 
-People who lived by the sea knew the tides long before they could explain them. Fishermen knew when they \
-could leave the harbour and when they could come home. They also noticed something strange: the tides \
-seemed to follow the Moon. Each day the Moon rises about fifty minutes later than on the day before, and \
-each day high tide comes about fifty minutes later too. When the Moon was full or new, the water rose \
-higher than usual. Many people thought that the Moon must be the cause, but nobody could say how a light \
-in the sky could move an ocean.
 
-The answer came in the year 1687, when Isaac Newton published his book about gravity. Gravity is a force by \
-which all things that have mass pull on each other. The Earth pulls on an apple, and the apple falls. The \
-Earth pulls on the Moon, and the Moon stays in its orbit. But the Moon also pulls on the Earth, and on \
-everything that lies on the Earth, including the water of the oceans. Water can move easily, and so the \
-pull of the Moon moves it.
-
-The pull of gravity becomes weaker with distance. The side of the Earth that faces the Moon is nearer to \
-the Moon than the middle of the Earth is, and so the water on that side is pulled more strongly than the \
-Earth as a whole. It is drawn a little towards the Moon, and a bulge of water forms there. The side of the \
-Earth that faces away from the Moon is farther from it than the middle of the Earth is, and so the water on \
-that side is pulled less strongly than the Earth as a whole. It is left a little behind, and a second bulge \
-forms there. So there are two bulges, one on each side. The Earth turns around once a day, and each place \
-on the coast passes through both bulges. That is why most coasts have two high tides and two low tides every \
-day.
-
-The Sun also pulls on the oceans. The Sun is much larger than the Moon, but it is also much farther away, \
-and so its effect on the tides is a little less than half as strong. When the Sun, the Moon and the Earth \
-stand in one line, at new moon and at full moon, the pull of the Sun and the pull of the Moon work \
-together. The high tides are then very high and the low tides very low. These are called spring tides, \
-although they have nothing to do with the season. When the Sun and the Moon stand at a right angle, their \
-effects work against each other, and the difference between high tide and low tide is small. These are \
-called neap tides.
-
-If the Earth were covered by one deep ocean, that would be the whole story. But there are continents in \
-the way, and the sea floor has mountains and valleys. Water that moves into a narrow bay is pressed \
-together and rises higher. In the Bay of Fundy in Canada the sea can rise by sixteen metres between low \
-tide and high tide, as high as a house with five floors. In the Mediterranean Sea, which is almost closed, \
-the tide is often so small that visitors do not notice it at all.
-
-Tides are useful. Ships with a deep hull enter some harbours only at high tide, when the water is deep \
-enough. Birds come to the beach at low tide and eat the worms and shells that they find in the mud. In \
-some places the moving water drives machines that make electricity: the water flows in through a dam when \
-the tide rises, and out again when it falls, and each time it turns a wheel. Unlike the wind, the tides can \
-be predicted for many years ahead, because the paths of the Moon and the Sun are known so well.
-
-The tides also change the Earth and the Moon themselves, very slowly. The moving water rubs against the sea \
-floor, and this makes the Earth turn a little more slowly. Our days become longer, by about two thousandths \
-of a second in a hundred years. At the same time the Moon moves away from us, by almost four centimetres a \
-year. Long ago, when the Earth was young, a day lasted only a few hours, the Moon looked much larger in the \
-sky, and the tides were far stronger than they are today.\
-"""
+def demo_messages() -> tuple[ChatMessage, ...]:
+    """The whole conversation; the last question is open."""
+    history = [
+        message
+        for question, answer in TURNS
+        for message in (
+            ChatMessage(role="user", content=question),
+            ChatMessage(role="assistant", content=answer),
+        )
+    ]
+    return (*history, ChatMessage(role="user", content=QUESTION))

@@ -68,15 +68,13 @@ def _arrival(handoff: Handoff, glyphs: Glyphs) -> list[str]:
         off_ms = verified_ms - handoff.prefill_ended_ms
         when = f"{format_ms(abs(off_ms)):>10} {'before' if off_ms <= 0 else 'after'}"
         lines.append(f"  {name:7}{bar}  {when}")
-    num_layers = len(handoff.layers)
     lines += [
         f"  {glyphs.mark} prefill's last layer was computed {format_ms(handoff.prefill_ended_ms)} "
         "after it began",
         "",
         _row(
             "overlap",
-            f"{handoff.share_before_end:.1%} of the bytes lay verified when prefill ended"
-            + (f" (1 - 1/layers = {1 - 1 / num_layers:.1%})" if num_layers > 1 else ""),
+            f"{handoff.share_before_end:.1%} of the bytes lay verified on decode when prefill ended",
         ),
         _row(
             "exposed",

@@ -63,15 +63,25 @@ class WaterfallRow:
 
 
 def waterfall_rows(spans: Sequence[Span]) -> list[WaterfallRow]:
-    """Roots first, children below their parents by their start. A span whose parent is not here is a
-    root: the client's own span stays with the client."""
+    """Roots first, children below their parents by their start.
+
+    A worker's spans are shown below the attempt that they belong to, although their parent is the
+    request. A span whose parent is not here is a root: the client's own stays with the client.
+    """
     if not spans:
         return []
     origin_ns = min(span.start_unix_ns for span in spans)
     known = {span.span_id for span in spans}
+    attempts = {
+        span.attributes.get(names.ATTR_ATTEMPT): span.span_id
+        for span in spans
+        if span.name == names.SPAN_ATTEMPT
+    }
     children: dict[str, list[Span]] = {}
     for span in sorted(spans, key=_by_start):
         parent = span.parent_span_id if span.parent_span_id in known else ""
+        if span.name != names.SPAN_ATTEMPT:
+            parent = attempts.get(span.attributes.get(names.ATTR_ATTEMPT), parent)
         children.setdefault(parent, []).append(span)
     return list(_rows(children, "", 0, origin_ns))
 
