@@ -114,6 +114,8 @@ class WorkerSettings(Section):
 
     host: Host = "127.0.0.1"
     port: Port = 0
+    #: Of /metrics and /livez on 127.0.0.1; 0 takes a free one (logged when ready), `off` opens none.
+    metrics_port: Port | Literal["off"] = 0
     #: What peers dial; `host` if None.
     advertise_host: Host | None = None
     #: Tokens of a KV block: part of the cache key, equal on all workers.

@@ -84,7 +84,7 @@ ITL = _histogram("moonpool_itl_seconds", "Gap between tokens of one answer.", _G
 E2E = _histogram("moonpool_e2e_seconds", "Arrival to last token.", _REQUEST_S, "model")
 STAGE = _histogram(
     "moonpool_stage_seconds",
-    "Time in tokenize, queue, route, prefill, transfer, first_decode, detokenize.",
+    "The parts of the time to first token: tokenize, queue, worker_queue, prefill, deliver.",
     _STAGE_S, "stage",
 )  # fmt: skip
 PROMPT_TOKENS = _counter(
@@ -111,7 +111,7 @@ WORKER_STATE = _gauge("moonpool_worker_state", "Workers known, by state.", "role
 
 KV_BLOCKS = _gauge(
     "moonpool_kv_blocks",
-    "Blocks of the pool, by state: free, cached, active, quarantine.",
+    "Blocks of the pool, by state: free, cached, active.",
     "tier",
     "state",
 )
@@ -131,6 +131,14 @@ STEP = _histogram(
     "part",
 )
 STEP_TOKENS = _counter("moonpool_step_tokens_total", "Tokens computed by the engine.")
+WORKER_REQUESTS = _gauge(
+    "moonpool_worker_requests",
+    "Attempts by state: running, waiting, reserved, prefill, quarantined.",
+    "state",
+)
+QUEUED_TOKENS = _gauge("moonpool_queued_tokens", "Uncached tokens that wait to be computed.")
+HANDOFFS = _gauge("moonpool_handoffs", "Handoffs under way, either side.")
+HANDOFF_STREAMS = _gauge("moonpool_handoff_streams", "Open handoff streams, either side.")
 PREEMPTIONS = _counter("moonpool_preemptions_total", "Requests whose blocks went to older ones.")
 REFUSED_ATTEMPTS = _counter(
     "moonpool_refused_attempts_total", "Attempts that a worker refused.", "reason"

@@ -19,11 +19,10 @@ from moonpool.errors import TransferError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.effects import StartRead
 from moonpool.handoff.events import ReadDone
-from moonpool.telemetry import names
-from moonpool.telemetry.metrics import Metrics
 from moonpool.transport.base import KvRead
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.attempt_spans import ReadRecord
+from moonpool.worker.books import WorkerBooks
 from moonpool.worker.peers import Peer, PeerDirectory
 
 log = structlog.get_logger("moonpool.worker")
@@ -48,7 +47,7 @@ class KvReads:
         leaf_digests: npt.NDArray[np.uint64],
         first_layer: int,
         book: AttemptBook,
-        metrics: Metrics,
+        books: WorkerBooks,
         failpoints: Failpoints,
         on_done: Callable[[ReadDone], None],
     ) -> None:
@@ -56,7 +55,7 @@ class KvReads:
         self._leaf_digests = leaf_digests
         self._first_layer = first_layer
         self._book = book
-        self._metrics = metrics
+        self._books = books
         self._failpoints = failpoints
         self._on_done = on_done
         self._num_open = 0
@@ -132,10 +131,8 @@ class KvReads:
                 num_blocks=len(targets),
             ),
         )
-        self._metrics.observe(names.KV_TRANSFER, result.elapsed_s, backend=peer.transport)
-        self._metrics.count(names.KV_TRANSFER_BYTES, result.num_bytes, backend=peer.transport)
+        self._books.read(result, backend=peer.transport, num_bad_blocks=len(bad))
         if bad:
-            self._metrics.count(names.KV_CHECKSUM_MISMATCH, len(bad), backend=peer.transport)
             log.warning(
                 "kv.digest_mismatch",
                 source=str(effect.source.key),

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import structlog
 
+from moonpool import __version__
 from moonpool.api.v1 import worker_pb2_grpc
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
@@ -44,6 +45,7 @@ from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
 from moonpool.native import Kernels, kernels, status
 from moonpool.rpc.metadata import Metadata, call_metadata
 from moonpool.rpc.server import RpcServer
+from moonpool.service.http_server import HttpServer
 from moonpool.service.life import Life, ReadyFacts
 from moonpool.service.loop_lag import watch_loop_lag
 from moonpool.telemetry import names
@@ -53,9 +55,11 @@ from moonpool.transport.grpc_server import kv_read_handler
 from moonpool.transport.select import TransportSelector
 from moonpool.wire.engine_messages import EngineReady
 from moonpool.worker.announcer import Announcer
+from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 from moonpool.worker.compatibility import handoff_fingerprint
 from moonpool.worker.engine_channel import FrameHandler
 from moonpool.worker.engine_process import EngineOptions
+from moonpool.worker.metrics_http import metrics_app
 from moonpool.worker.peer_connector import PeerConnector
 from moonpool.worker.peer_scout import PeerScout
 from moonpool.worker.peers import PeerDirectory
@@ -134,7 +138,8 @@ class WorkerService:
         self._failpoints = Failpoints.parse(
             common.failpoints, is_allowed=common.unsafe_failpoints, state_dir=common.data_dir
         )
-        self.metrics = Metrics()
+        self._books = WorkerBooks(Metrics(WORKER_METRICS))
+        self._books.metrics.set(names.BUILD_INFO, 1, version=__version__, process=self.name)
         self._servicer = WorkerServicer()
         self._server: RpcServer | None = None
         self._shell: WorkerShell | None = None
@@ -149,6 +154,16 @@ class WorkerService:
         """After `start`."""
         assert self._shell is not None, "start() has not returned"
         return self._shell
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._books.metrics
+
+    def render_metrics(self) -> bytes:
+        """The text that Prometheus scrapes, with gauges as of now."""
+        if self._shell is not None:
+            self._shell.set_gauges()
+        return self.metrics.render()
 
     # -- Service --
 
@@ -173,6 +188,7 @@ class WorkerService:
         life.stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
         address = f"{config.worker.advertise_host or config.worker.host}:{server.port}"
         hello = worker_hello(config, key, model, layout, secret, address)
+        metrics_fact = await self._listen_http(life)
 
         transports = await self._enter_transports(life, memory, secret)
         peers = PeerDirectory(
@@ -200,7 +216,7 @@ class WorkerService:
             send_command=lambda command: engines[0].send(command),
             peers=peers,
             rpc_key=secret.rpc_key,
-            metrics=self.metrics,
+            books=self._books,
             failpoints=self._failpoints,
             clock=self._adapters.clock,
             is_checked=config.worker.is_checked,
@@ -219,14 +235,14 @@ class WorkerService:
         fd_server = FdServer(socket_name(key), {POOL_NAME: memory.pool.fd})
         life.spawn(fd_server.run(), name="fd-server")
         life.spawn(shell.run(), name="shell")
-        life.spawn(watch_loop_lag(self._observe_lag), name="loop-lag")
+        life.spawn(watch_loop_lag(self._books.loop_lag), name="loop-lag")
         self._shell = shell
         await shell.wait_running()
         self._servicer.open(shell)
         life.stack.callback(self._servicer.close)
         await server.set_serving(True)
         bus = await life.enter(self._adapters.bus)
-        bus.on_connection(self._on_bus_connection)
+        bus.on_connection(self._books.bus_connection)
         announcer = self._announcer = Announcer(
             bus=bus, subjects=Subjects(common.cluster), hello=hello, load=shell.load
         )
@@ -234,7 +250,7 @@ class WorkerService:
         if hello.role.can_decode:
             scout = PeerScout(bus=bus, subjects=announcer.subjects, peers=peers, own=key)
             life.spawn(scout.run(), name="scout")
-        return {"grpc_address": address, "incarnation": key.incarnation}
+        return {"grpc_address": address, "incarnation": key.incarnation, **metrics_fact}
 
     async def announce_drain(self) -> None:
         assert self._server is not None
@@ -274,6 +290,15 @@ class WorkerService:
         server.add_generic([kv_read_handler(pool_of)])
         return server
 
+    async def _listen_http(self, life: Life) -> ReadyFacts:
+        port = self._config.worker.metrics_port
+        if port == "off":
+            return {}
+        server = HttpServer(metrics_app(self.render_metrics), port=port)
+        await server.start()
+        life.stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
+        return {"metrics_port": server.port}
+
     async def _enter_transports(
         self, life: Life, memory: WorkerMemory, secret: ClusterSecret
     ) -> Sequence[Transport]:
@@ -285,12 +310,6 @@ class WorkerService:
         )
         makers = self._adapters.transports
         return [await life.enter(makers[name](context)) for name in self._config.worker.transports]
-
-    def _observe_lag(self, lag_s: float) -> None:
-        self.metrics.observe(names.EVENT_LOOP_LAG, lag_s)
-
-    def _on_bus_connection(self, is_connected: bool) -> None:
-        self.metrics.set(names.NATS_CONNECTED, is_connected)
 
 
 def _words(layout: KvLayout) -> str:

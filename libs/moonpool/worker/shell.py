@@ -52,11 +52,10 @@ from moonpool.handoff.events import CoreFrameReceived, HandoffEvent, LayersDone,
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.native import Kernels
-from moonpool.telemetry import names
-from moonpool.telemetry.metrics import Metrics
 from moonpool.wire.engine_messages import TimedFrame
 from moonpool.wire.worker import LedgerReport, WorkerHello
 from moonpool.worker.attempt_book import AttemptBook
+from moonpool.worker.books import WorkerBooks
 from moonpool.worker.handoff_driver import HandoffDriver
 from moonpool.worker.handoff_streams import HandoffStreams
 from moonpool.worker.kv_reads import KvReads
@@ -71,8 +70,6 @@ log = structlog.get_logger("moonpool.worker")
 
 #: `wait_quiet` looks again this often: the service's own counts change without a frame.
 _QUIET_POLL_S = 0.05
-#: Gauges are set at most this often; a scrape is rarer.
-_GAUGE_INTERVAL_S = 0.25
 
 
 class WorkerShell:
@@ -96,7 +93,7 @@ class WorkerShell:
         send_command: Callable[[Command], None],
         peers: PeerDirectory,
         rpc_key: str,
-        metrics: Metrics,
+        books: WorkerBooks,
         failpoints: Failpoints,
         clock: Clock,
         is_checked: bool = False,
@@ -106,10 +103,8 @@ class WorkerShell:
         self._send_command = send_command
         #: Sources that this worker reads from.
         self.peers = peers
-        self._metrics = metrics
+        self._books = books
         self._failpoints = failpoints
-        self._clock = clock
-        self._gauges_due_at = 0.0
         self._is_draining = False
         self._ledger = BlockLedger(
             num_total=memory.layout.num_blocks,
@@ -145,7 +140,7 @@ class WorkerShell:
             leaf_digests=memory.leaf_digests,
             first_layer=first_layer,
             book=self._book,
-            metrics=metrics,
+            books=books,
             failpoints=failpoints,
             on_done=self._on_read_done,
         )
@@ -203,6 +198,10 @@ class WorkerShell:
             num_router_sessions=len(self.sessions),
         )
 
+    def set_gauges(self) -> None:
+        """Bring the books up to date with what is held now."""
+        self._books.gauges(self.ledger_report(), num_queued_tokens=self._num_queued_tokens)
+
     # -- draining --
 
     def begin_drain(self) -> None:
@@ -245,27 +244,7 @@ class WorkerShell:
         self.streams.frame_received(frame.step)
         self.sessions.load_changed()
         self._frame_seen.set()
-        self._observe(timed)
-
-    def _observe(self, timed: TimedFrame) -> None:
-        metrics, frame, ledger = self._metrics, timed.frame, timed.frame.ledger
-        now = self._clock.now()
-        if now >= self._gauges_due_at:
-            self._gauges_due_at = now + _GAUGE_INTERVAL_S
-            for state, number in (
-                ("free", ledger.num_free),
-                ("cached", ledger.num_cached),
-                ("active", ledger.num_referenced),
-            ):
-                metrics.set(names.KV_BLOCKS, number, tier="device", state=state)
-        if frame.num_step_tokens:
-            metrics.count(names.STEP_TOKENS, frame.num_step_tokens)
-            metrics.observe(names.STEP, frame.forward_s, part="forward")
-            metrics.observe(names.STEP, frame.logits_s, part="logits")
-            metrics.observe(names.STEP, frame.sample_s, part="sample")
-            metrics.observe(names.STEP, frame.other_s, part="other")
-        if frame.num_preemptions:
-            metrics.count(names.PREEMPTIONS, frame.num_preemptions)
+        self._books.frame(frame)
 
     def _on_layers(self, event: LayersDone) -> None:
         self._driver.handle(event)
@@ -324,7 +303,7 @@ class WorkerShell:
                 if not reported.is_prefill_side:
                     self._failpoints.hit("decode.after_token", run.end_position - 1)
             case Refused(reason=reason):
-                self._metrics.count(names.REFUSED_ATTEMPTS, reason=reason.value)
+                self._books.refused(reason)
             case HandedBack(reason=back):
-                self._metrics.count(names.HANDED_BACK, reason=back.value)
+                self._books.handed_back(back)
                 log.info("worker.handed_back", attempt=str(message.attempt_id), why=back.value)

@@ -1,0 +1,93 @@
+"""WorkerBooks: a worker's metrics, in one place, each told once what happened."""
+
+from __future__ import annotations
+
+from moonpool.core.protocol import CoreFrame, HandBackReason, RefuseReason
+from moonpool.telemetry import names
+from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.names import Metric
+from moonpool.transport.base import ReadResult
+from moonpool.wire.worker import LedgerReport
+
+#: What a worker counts; the metrics of routers are not among them.
+WORKER_METRICS: tuple[Metric, ...] = (
+    names.BUILD_INFO,
+    names.EVENT_LOOP_LAG,
+    names.NATS_CONNECTED,
+    names.KV_BLOCKS,
+    names.KV_TRANSFER,
+    names.KV_TRANSFER_BYTES,
+    names.KV_CHECKSUM_MISMATCH,
+    names.STEP,
+    names.STEP_TOKENS,
+    names.WORKER_REQUESTS,
+    names.QUEUED_TOKENS,
+    names.HANDOFFS,
+    names.HANDOFF_STREAMS,
+    names.PREEMPTIONS,
+    names.REFUSED_ATTEMPTS,
+    names.HANDED_BACK,
+)
+
+
+class WorkerBooks:
+    """Counts for one worker."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._metrics
+
+    def frame(self, frame: CoreFrame) -> None:
+        """One step of the engine."""
+        metrics = self._metrics
+        if frame.num_step_tokens:
+            metrics.count(names.STEP_TOKENS, frame.num_step_tokens)
+            metrics.observe(names.STEP, frame.forward_s, part="forward")
+            metrics.observe(names.STEP, frame.logits_s, part="logits")
+            metrics.observe(names.STEP, frame.sample_s, part="sample")
+            metrics.observe(names.STEP, frame.other_s, part="other")
+        if frame.num_preemptions:
+            metrics.count(names.PREEMPTIONS, frame.num_preemptions)
+
+    def read(self, result: ReadResult, *, backend: str, num_bad_blocks: int) -> None:
+        """One read of KV from a peer ended, some blocks of it perhaps not as their digests say."""
+        self._metrics.observe(names.KV_TRANSFER, result.elapsed_s, backend=backend)
+        self._metrics.count(names.KV_TRANSFER_BYTES, result.num_bytes, backend=backend)
+        if num_bad_blocks:
+            self._metrics.count(names.KV_CHECKSUM_MISMATCH, num_bad_blocks, backend=backend)
+
+    def refused(self, reason: RefuseReason) -> None:
+        self._metrics.count(names.REFUSED_ATTEMPTS, reason=reason.value)
+
+    def handed_back(self, reason: HandBackReason) -> None:
+        self._metrics.count(names.HANDED_BACK, reason=reason.value)
+
+    def loop_lag(self, lag_s: float) -> None:
+        self._metrics.observe(names.EVENT_LOOP_LAG, lag_s)
+
+    def bus_connection(self, is_connected: bool) -> None:
+        self._metrics.set(names.NATS_CONNECTED, is_connected)
+
+    def gauges(self, report: LedgerReport, *, num_queued_tokens: int) -> None:
+        """What the worker holds, as of now."""
+        metrics, ledger = self._metrics, report.ledger
+        for state, number in (
+            ("free", ledger.num_free),
+            ("cached", ledger.num_cached),
+            ("active", ledger.num_referenced),
+        ):
+            metrics.set(names.KV_BLOCKS, number, tier="device", state=state)
+        for state, number in (
+            ("running", ledger.num_running),
+            ("waiting", ledger.num_waiting),
+            ("reserved", ledger.num_reserved),
+            ("prefill", ledger.num_prefills),
+            ("quarantined", ledger.num_quarantined),
+        ):
+            metrics.set(names.WORKER_REQUESTS, number, state=state)
+        metrics.set(names.QUEUED_TOKENS, num_queued_tokens)
+        metrics.set(names.HANDOFFS, report.num_handoffs)
+        metrics.set(names.HANDOFF_STREAMS, report.num_open_streams)
