@@ -15,13 +15,11 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from moonpool_loadtest.faults.__main__ import cluster_config, make_kills, num_sets
+from moonpool_loadtest.faults.__main__ import cluster_config, make_kills, sets_for
 from moonpool_loadtest.faults.lab import (
     FaultLab,
     FaultReport,
-    LabSizes,
     answers_without_faults,
-    make_sets,
     open_lab,
 )
 from moonpool_loadtest.faults.scenarios import (
@@ -52,8 +50,8 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultLa
     home = tmp_path_factory.mktemp("faults")
     model = write_tiny_llama(home / "tiny", _MODEL)
     config = cluster_config(str(model), data_dir=home / "data", dtype="float32", is_checked=True)
-    sets = make_sets(LabSizes(vocab_size=_MODEL.vocab_size), num_sets(_KILLS))
-    expected = await answers_without_faults(config, [case for cases in sets for case in cases])
+    sets = sets_for(_KILLS, vocab_size=_MODEL.vocab_size)
+    expected = await answers_without_faults(config, sets.judged_cases)
     mark = uuid.uuid4().hex
     shared_memory = set(os.listdir("/dev/shm"))
     async with open_lab(config, expected=expected, sets=sets, environment={_MARK: mark}) as lab:

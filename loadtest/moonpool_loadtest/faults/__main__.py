@@ -15,6 +15,7 @@ from moonpool.config.schema import ClusterConfig, default_data_dir
 from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
 from moonpool_loadtest.faults.lab import (
+    CaseSets,
     FaultReport,
     LabSizes,
     answers_without_faults,
@@ -73,19 +74,23 @@ def make_kills(*, num_layers: int) -> tuple[Kill, ...]:
     return (*prefill_kills(num_layers=num_layers), *decode_kills(positions=_POSITIONS))
 
 
-def num_sets(kills: Sequence[Kill]) -> int:
-    """Sets of four requests that all scenarios take together."""
-    boot, plain, freezes, nats, router = 1, 3, 2, 3, 2
-    disconnects = 5 + 4 + 4
-    return boot + plain + len(kills) + freezes + nats + router + disconnects
+def sets_for(kills: Sequence[Kill], *, vocab_size: int) -> CaseSets:
+    """As many requests as all scenarios take together."""
+    boot, plain, freezes, nats, router, stages = 1, 3, 2, 3, 1, 5
+    leave_queue, leave_elsewhere = 4, 4
+    return make_sets(
+        LabSizes(vocab_size=vocab_size),
+        num_judged=boot + plain + len(kills) + freezes + nats + router + stages,
+        num_for_leavers=router + leave_queue + leave_elsewhere,
+    )
 
 
 async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) -> list[FaultReport]:
     """Every fault once. Prints a row as soon as it is known."""
     kills = make_kills(num_layers=num_layers)
-    sets = make_sets(LabSizes(vocab_size=vocab_size), num_sets(kills))
+    sets = sets_for(kills, vocab_size=vocab_size)
     print("answers without faults ...", flush=True)
-    expected = await answers_without_faults(config, [case for cases in sets for case in cases])
+    expected = await answers_without_faults(config, sets.judged_cases)
     print(header(), flush=True)
     async with open_lab(config, expected=expected, sets=sets) as lab:
         show(await run_boot_without_nats(lab))

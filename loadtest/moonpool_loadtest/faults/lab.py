@@ -55,10 +55,22 @@ class FaultReport:
         return not self.problems
 
 
-def make_sets(sizes: LabSizes, num_sets: int, *, seed: int = 7) -> list[tuple[Case, ...]]:
-    """`num_sets` times four requests that share no prefix: two long ones and two short ones."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseSets:
+    """Requests in sets of four: two long ones and two short ones, none sharing a prefix."""
+
+    judged: tuple[tuple[Case, ...], ...]
+    for_leavers: tuple[tuple[Case, ...], ...]
+
+    @property
+    def judged_cases(self) -> list[Case]:
+        return [case for cases in self.judged for case in cases]
+
+
+def make_sets(sizes: LabSizes, *, num_judged: int, num_for_leavers: int, seed: int = 7) -> CaseSets:
+    """The same for the same arguments."""
     rng = random.Random(seed)
-    return [
+    sets = tuple(
         make_cases(
             vocab_size=sizes.vocab_size,
             prompt_lengths=(
@@ -71,8 +83,9 @@ def make_sets(sizes: LabSizes, num_sets: int, *, seed: int = 7) -> list[tuple[Ca
             rng=rng,
             prefix=f"s{number}-",
         )
-        for number in range(num_sets)
-    ]
+        for number in range(num_judged + num_for_leavers)
+    )
+    return CaseSets(judged=sets[:num_judged], for_leavers=sets[num_judged:])
 
 
 async def answers_without_faults(config: ClusterConfig, cases: Sequence[Case]) -> Expected:
@@ -113,6 +126,8 @@ class FaultLab:
     expected: Expected
     #: Sets of requests that nobody has asked yet.
     fresh: list[tuple[Case, ...]]
+    #: The same, for clients that leave: nobody needs to know their answers.
+    fresh_for_leavers: list[tuple[Case, ...]]
     reports: list[FaultReport] = field(default_factory=list)
     #: Failpoints that wait in a part's present life.
     armed: dict[str, str] = field(default_factory=dict)
@@ -120,6 +135,10 @@ class FaultLab:
     def take(self) -> tuple[Case, ...]:
         """Four requests whose prompts no worker has seen: two long, two short."""
         return self.fresh.pop(0)
+
+    def take_for_leavers(self) -> tuple[Case, ...]:
+        """Four more, whose answers are not known."""
+        return self.fresh_for_leavers.pop(0)
 
     async def settle(self) -> list[str]:
         """Everyone is back and nobody holds anything; else what is wrong."""
@@ -206,7 +225,7 @@ async def open_lab(
     config: ClusterConfig,
     *,
     expected: Expected,
-    sets: Sequence[tuple[Case, ...]],
+    sets: CaseSets,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[FaultLab]:
     """Start the workers of the cluster that is to be broken: no broker and no router yet.
@@ -228,7 +247,13 @@ async def open_lab(
         LocalCluster(config.model_copy(update={"router": router}), options=options) as cluster,
         open_channel(f"127.0.0.1:{port}") as channel,
     ):
-        yield FaultLab(cluster=cluster, client=Client(channel), expected=expected, fresh=list(sets))
+        yield FaultLab(
+            cluster=cluster,
+            client=Client(channel),
+            expected=expected,
+            fresh=list(sets.judged),
+            fresh_for_leavers=list(sets.for_leavers),
+        )
 
 
 def free_port() -> int:

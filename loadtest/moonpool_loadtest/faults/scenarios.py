@@ -209,7 +209,7 @@ async def run_router_restart(lab: FaultLab) -> FaultReport:
     router = lab.cluster.part(ROUTER)
     num_starts = router.num_starts
     async with asyncio.TaskGroup() as tasks:
-        asking = tasks.create_task(lab.client.ask_all(lab.take()))
+        asking = tasks.create_task(lab.client.ask_all(lab.take_for_leavers()))
         await _within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
         await lab.cluster.kill(ROUTER)
     problems = [
@@ -261,7 +261,7 @@ async def run_disconnects(lab: FaultLab) -> FaultReport:
 
 async def _leave_queue(lab: FaultLab) -> bool:
     """More requests than there are slots; those that wait in the router's queue leave."""
-    cases = [case for _ in range(4) for case in lab.take()]
+    cases = [case for _ in range(4) for case in lab.take_for_leavers()]
     leavers = [Outcome(case=case) for case in cases]
     async with asyncio.TaskGroup() as tasks:
         reading = [tasks.create_task(lab.client.read(leaver)) for leaver in leavers]
@@ -289,7 +289,7 @@ async def _leave_last(lab: FaultLab) -> bool:
 
 async def _leave_when(lab: FaultLab, is_met: Callable[[], Awaitable[bool]]) -> bool:
     """Two long requests start, and leave as soon as the stage is met."""
-    leavers = [Outcome(case=case) for case in lab.take()[:2]]
+    leavers = [Outcome(case=case) for case in lab.take_for_leavers()[:2]]
     async with asyncio.TaskGroup() as tasks:
         reading = [tasks.create_task(lab.client.read(leaver)) for leaver in leavers]
         met = not await _within(5.0, "stage", is_met)
@@ -300,7 +300,7 @@ async def _leave_when(lab: FaultLab, is_met: Callable[[], Awaitable[bool]]) -> b
 
 async def _leave_after(lab: FaultLab, num_tokens: int | None) -> bool:
     """A long and a short request leave when they have so many tokens; None: all of them."""
-    cases = lab.take()
+    cases = lab.take_for_leavers()
     num_tokens = num_tokens or cases[0].max_tokens
     leavers = [Outcome(case=cases[0]), Outcome(case=cases[2])]
     async with asyncio.TaskGroup() as tasks:
