@@ -648,7 +648,8 @@ class ProtocolWorld:
         opens = ("O", reader, source, attempt_id)
         number = self._names.number(opens, opens)
         if number in after:
-            del after[number]
+            if self._things(after[number]) != [END]:
+                del after[number]
         elif END not in self._things(after[self._names.number(name, name)]):
             self._set(after, opens, END)
 
