@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from moonpool.api.v1 import inference_pb2, inference_pb2_grpc
 from moonpool.bus.memory import MemoryBroker, MemoryBus
 from moonpool.clock import SystemClock
 from moonpool.core.protocol import BlockLedger, HandBackReason, RefuseReason
 from moonpool.errors import (
     DeadlineExceededError,
+    FailedPreconditionError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -324,6 +327,37 @@ async def test_what_does_not_fit_is_refused_and_shown(tmp_path: Path) -> None:
     assert because["decode-1"].startswith(f"model: tiny {'f' * 16} there, ")
     assert because["decode-2"].startswith(f"cluster secret: {'0' * 16} there, ")
     assert because["decode-3"] == "block_size: 32 != 16"
+
+
+async def test_a_worker_may_refuse_the_router(tmp_path: Path) -> None:
+    async with router(tmp_path) as r, fake_worker(r.cluster, r.bus) as worker:
+        await r.ready()
+        session = await worker.joined()
+        worker.refusal = FailedPreconditionError("another model than mine")
+        worker.cut()
+        async with asyncio.timeout(5):
+            await session.closed.wait()
+
+        async def is_refused() -> bool:
+            (status,) = (await r.client.status()).workers
+            return (status.state, status.because) == ("refused", "another model than mine")
+
+        await eventually(is_refused, timeout_s=5, what="the refusal is shown")
+
+
+async def test_the_door_lists_its_model_and_its_services(tmp_path: Path) -> None:
+    async with router(tmp_path) as r, fake_worker(r.cluster, r.bus):
+        await r.ready()
+        stub = inference_pb2_grpc.InferenceStub(r.client.channel)  # type: ignore[no-untyped-call]  # generated
+        models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
+        # The model takes 2,048 tokens; no worker takes more than 512.
+        assert [(model.id, model.max_model_len) for model in models] == [("tiny", 512)]
+        reflection = reflection_pb2_grpc.ServerReflectionStub(r.client.channel)
+        call = reflection.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5
+        )
+        services = {service.name for service in (await call.read()).list_services_response.service}
+    assert {"moonpool.api.v1.Inference", "moonpool.api.v1.RouterAdmin"} <= services
 
 
 async def test_losing_the_bus_loses_nobody(tmp_path: Path) -> None:

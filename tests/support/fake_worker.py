@@ -20,6 +20,7 @@ from moonpool.core.protocol import (
     RefuseReason,
     TokensReady,
 )
+from moonpool.errors import MoonpoolError
 from moonpool.handoff.messages import DecodeRequest, PrefillRequest, RouterMessage
 from moonpool.ids import AttemptId, Incarnation, WorkerId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
@@ -72,6 +73,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._sequence = 0
         self._server: RpcServer | None = None
         self.session: FakeSession | None = None
+        #: Set to end every router's stream with it.
+        self.refusal: MoonpoolError | None = None
         self._joined = asyncio.Event()
         self.load = LoadReport(
             ledger=BlockLedger(num_total=1000, num_free=1000, num_cached=0, num_referenced=0)
@@ -177,6 +180,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         hello = router_message_from_pb(await anext(requests))
         assert isinstance(hello, RouterHello)
+        if self.refusal is not None:
+            raise self.refusal
         session = self.session = FakeSession(hello)
         yield hello_message_to_pb(self.hello)
         # With the first frame the router has the load; a message can then come at any time.
