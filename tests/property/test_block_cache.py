@@ -188,6 +188,13 @@ class BlockCacheMachine(RuleBasedStateMachine):
             for gone in self.model.descendants(block_hash):
                 self.model.cached.pop(gone, None)
 
+    @rule(text=texts)
+    def forget(self, text: str) -> None:
+        first_hash = make_chain(text)[0]
+        self.cache.forget_chain(first_hash)
+        for gone in self.model.descendants(first_hash):
+            self.model.cached.pop(gone, None)
+
     @rule()
     def listen(self) -> None:
         for event in self.cache.take_events():

@@ -62,6 +62,25 @@ def test_shared_blocks_count_references(cache: BlockCache) -> None:
     assert numbers(cache) == (4, 1, 3)
 
 
+def test_a_forgotten_chain_takes_all_that_stands_on_it_along(cache: BlockCache) -> None:
+    cache.release(hold(cache, "abc"))
+    held = hold(cache, "abx")
+    cache.release(hold(cache, "y"))
+    cache.take_events()
+    cache.forget_chain(make_chain("a")[0])
+    assert (found(cache, "abc"), found(cache, "abx"), found(cache, "y")) == (0, 0, 1)
+    assert numbers(cache) == (4, 1, 3)
+    (removed,) = cache.take_events()
+    assert isinstance(removed, BlockRemoved)
+    assert set(removed.hashes) == {*make_chain("abc"), *make_chain("abx")}
+    # Whoever holds blocks of it may make them findable again.
+    cache.insert(make_chain("abx"), held)
+    assert found(cache, "abx") == 3
+    cache.forget_chain(make_chain("z")[0])
+    cache.allocate(5)
+    cache.release(held)
+
+
 def test_blocks_come_back_in_the_order_they_were_freed_from(cache: BlockCache) -> None:
     blocks = cache.allocate(4)
     assert blocks == (0, 1, 2, 3)

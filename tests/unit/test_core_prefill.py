@@ -148,13 +148,34 @@ def test_the_first_token_may_end_the_answer() -> None:
         )
 
 
-def test_not_finite_fails_and_caches_nothing_of_that_step() -> None:
+def test_not_finite_fails_and_leaves_nothing_cached_of_its_chain() -> None:
+    """Only the row that draws shows it, so the chunks before it are suspect as well."""
     worker = make_worker(max_num_batched_tokens=8)
+    worker.run_until_idle(prefill(make_request("other", prompt=[9] * 8)))
+    worker.step(Release(attempt_id=ident("other")))
     worker.runner._is_invalid = lambda row: True
     replies = worker.run_until_idle(prefill(make_request(prompt=16)))
     assert replies[-1] == PrefillFailed(attempt_id=ident(), reason=FinishReason.INVALID_OUTPUT)
     assert worker.core.ledger() == BlockLedger(
         num_total=16, num_free=14, num_cached=2, num_referenced=0
+    )
+
+
+def test_what_shares_a_chain_with_output_that_is_not_finite_runs_on() -> None:
+    worker = make_worker(max_num_batched_tokens=8)
+    worker.run_until_idle(prefill(make_request("held", prompt=list(range(16)))))
+    worker.runner._is_invalid = lambda row: True
+    worker.run_until_idle(prefill(make_request("bad", prompt=list(range(18)), arrival=1.0)))
+    worker.runner._is_invalid = lambda row: False
+    # The reader of the first still has its blocks; they are free, not cached, when it goes.
+    assert worker.core.ledger().num_referenced == 4
+    ledger = worker.step(Release(attempt_id=ident("held"))).ledger
+    assert (ledger.num_free, ledger.num_cached) == (16, 0)
+    replies = worker.run_until_idle(
+        prefill(make_request("next", prompt=list(range(18)), arrival=2.0))
+    )
+    assert replies[1] == PrefillStarted(
+        attempt_id=ident("next"), num_cached_tokens=0, block_ids=(0, 1, 2, 3, 4)
     )
 
 

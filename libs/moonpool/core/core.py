@@ -415,7 +415,12 @@ class Core:
         self._report_tokens(state, first_position, tuple(taken), finish_reason)
 
     def _fail(self, state: RequestState) -> None:
-        """The logits were not finite: the request fails, nothing of this step is cached."""
+        """The logits were not finite: the request fails, nothing of its chain stays cached.
+
+        Only a row that draws is looked at. What is not finite may come from a chunk before it, from
+        the prefix that it found here, or from its source: any of them is in the cache by then.
+        """
+        self._scheduler.forget_chain(state)
         if state.role is Role.PREFILL:
             self._end(state)
             self._frame.tell(

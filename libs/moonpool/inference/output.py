@@ -11,7 +11,7 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    #: The model gave NaN or infinity for this row: the request fails, nothing is cached.
+    #: The model gave NaN or infinity for this row: the request fails, nothing of its chain is cached.
     INVALID_OUTPUT = "invalid_output"
 
 

@@ -168,6 +168,13 @@ class BlockCache:
             canonical_block_ids=tuple(canonical), num_new=self._tree.num_blocks - num_before
         )
 
+    def forget_chain(self, first_hash: BlockHash) -> None:
+        """Make every block unfindable whose chain begins with this hash.
+
+        Referenced ones stay with their holders and are free when they are released.
+        """
+        self._pool.free(self._tree.forget(first_hash))
+
     def clear(self) -> None:
         """Forget every cached block that nobody references; they are free then."""
         self._pool.free(self._tree.evict(self._pool.num_idle))

@@ -163,6 +163,19 @@ class RadixTree:
                 evicted += self._cut()
         return evicted
 
+    def forget(self, first_hash: BlockHash) -> list[BlockId]:
+        """Remove the block that begins a chain with this hash, and all below it, locked or not.
+
+        Returns the removed ones that are idle. O(blocks removed + leaves queued).
+        """
+        node = self._root.children.get(first_hash)
+        if node is None:
+            return []
+        idle = self._remove_below(node, 0)
+        self._leaves = [entry for entry in self._leaves if entry[2].block_ids]
+        heapq.heapify(self._leaves)
+        return idle
+
     def items(self) -> Iterator[tuple[BlockHash, BlockId]]:
         """Every block of the tree with its hash, parents before children."""
         nodes = [self._root]

@@ -206,6 +206,11 @@ class Scheduler:
             self._cache.insert(state.block_hashes[:num_blocks], state.block_ids[:num_blocks])
             state.num_final_blocks = num_blocks
 
+    def forget_chain(self, state: RequestState) -> None:
+        """Nobody finds any more what `state` stands on, its prefix included."""
+        if state.block_hashes:
+            self._cache.forget_chain(state.block_hashes[0])
+
     def hold(self, state: RequestState) -> None:
         """A prefill drew its token: it leaves the batch and keeps its blocks for its reader."""
         self._running.remove(state)
