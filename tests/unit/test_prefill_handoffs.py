@@ -363,6 +363,21 @@ def test_a_queued_reader_is_told_that_the_engine_steps(p: Prefiller) -> None:
     assert p.core(step=4) == []
 
 
+def test_a_reader_is_kept_patient_through_a_long_step(p: Prefiller) -> None:
+    """A step of others may take longer than a reader's patience; its layers tell that it moves."""
+    p.prefill()
+    p.open()
+    p.core(step=2)
+    p.now = 0.9
+    assert p(LayersDone(step=2, num_layers=1)) == []
+    p.now = 1.5
+    waiting = [sent(Waiting(attempt_id=attempt()))]
+    assert p(LayersDone(step=2, num_layers=2)) == waiting
+    assert p(LayersDone(step=2, num_layers=2)) == []
+    p.now = 2.5
+    assert p(LayersDone(step=2, num_layers=3)) == waiting
+
+
 def test_a_fork_lives_on_its_own(p: Prefiller) -> None:
     p.prefill()
     p.open()

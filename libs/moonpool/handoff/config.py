@@ -23,7 +23,7 @@ class HandoffConfig:
     core_answer_s: float = 2.0
     #: The source is lost if its stream says nothing for so long.
     progress_s: float = 5.0
-    #: While a prefill waits in the queue its reader is told so this often.
+    #: A reader that hears nothing else is told this often that the engine moves, if it does.
     waiting_s: float = 1.0
     #: A worker ends an attempt so long after the router should have.
     deadline_grace_s: float = 5.0

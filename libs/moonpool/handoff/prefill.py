@@ -405,6 +405,7 @@ class PrefillHandoffs:
         self._page = page
         for handoff in self._handoffs.values():
             self._announce(handoff, now)
+        self._tell_waiting(now)
 
     # -- the reader --
 
@@ -510,7 +511,7 @@ class PrefillHandoffs:
         )
 
     def _tell_waiting(self, now: float) -> None:
-        """The engine makes steps, but none for these readers: keep their patience up."""
+        """The engine moves, in steps and layers, but not for these readers: keep them patient."""
         for handoff in self._handoffs.values():
             if (
                 handoff.stream_id is not None
