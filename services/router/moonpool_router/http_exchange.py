@@ -44,8 +44,7 @@ class HttpExchange:
         Raises:
             ClientGoneError: It took nothing for `stall_s`; the connection is cut.
         """
-        while True:
-            num_unsent_bytes = self.connection.num_unsent_bytes
+        while num_unsent_bytes := self.connection.num_unsent_bytes:
             try:
                 async with asyncio.timeout(self.stall_s):
                     # It waits for room first and then writes, so giving it up has written nothing.
@@ -55,6 +54,8 @@ class HttpExchange:
                 if self.connection.num_unsent_bytes >= num_unsent_bytes:
                     self.connection.abort()
                     raise ClientGoneError("The client takes nothing any more.") from None
+        # It has taken everything, so there is room.
+        await send(message)
 
     async def while_connected(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; end it when the client leaves. Raises what it raises, unwrapped.
