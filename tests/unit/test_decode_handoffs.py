@@ -10,7 +10,6 @@ from moonpool.core.protocol import (
     Abort,
     Accepted,
     Arrived,
-    BlockLedger,
     BlocksArrived,
     Decode,
     HandBackReason,
@@ -93,18 +92,9 @@ class Decoder:
         self.machine.validate()
         return list(effects)
 
-    def decode(
-        self,
-        number: int = 1,
-        source: SourceRef | None = SOURCE,
-        num_published_blocks: int | None = None,
-    ) -> list[object]:
+    def decode(self, number: int = 1, source: SourceRef | None = SOURCE) -> list[object]:
         message = DecodeRequest(request=REQUEST, attempt=number, source=source, deadline_s=60.0)
-        return self(
-            RouterMessageReceived(
-                router=R, message=message, num_published_blocks=num_published_blocks
-            )
-        )
+        return self(RouterMessageReceived(router=R, message=message))
 
     def abort(self) -> list[object]:
         return self(RouterMessageReceived(router=R, message=AbortRequest(attempt_id=attempt())))
@@ -382,17 +372,6 @@ def test_a_decode_that_the_core_does_not_answer_is_refused(d: Decoder) -> None:
     assert d.at(2.0) == [to_router(busy), ABORT, READ_ENDED]
     reserved = Reserved(attempt_id=attempt(), num_cached_tokens=0, block_ids=TARGETS)
     assert d.core(reserved) == []
-
-
-@pytest.mark.parametrize(("num_published_blocks", "is_refused"), [(0, True), (1, False)])
-def test_what_cannot_fit_is_refused_without_the_core(
-    d: Decoder, num_published_blocks: int, is_refused: bool
-) -> None:
-    ledger = BlockLedger(num_total=9, num_free=1, num_cached=1, num_referenced=7)
-    d(CoreFrameReceived(step=1, replies=(), ledger=ledger))
-    refused = to_router(Refused(attempt_id=attempt(), reason=RefuseReason.NO_BLOCKS))
-    effects = d.decode(num_published_blocks=num_published_blocks)
-    assert (effects == [refused]) == is_refused
 
 
 def test_a_decode_without_a_source_is_the_cores(d: Decoder) -> None:

@@ -52,7 +52,6 @@ from moonpool.core.protocol import (
     Abort,
     Accepted,
     Arrived,
-    BlockLedger,
     BlocksArrived,
     Command,
     Decode,
@@ -181,7 +180,6 @@ class DecodeHandoffs:
         #: Ended attempts whose reads have not: the core is owed a ReadEnded.
         self._ending: dict[AttemptId, Arrival] = {}
         self._ended = EndedAttempts(config.remember_s)
-        self._ledger: BlockLedger | None = None
         self._effects: list[DecodeEffect] = []
 
     # -- the interface --
@@ -195,8 +193,7 @@ class DecodeHandoffs:
                 self._drop_lower(attempt_id, now)
             case RouterMessageReceived(message=AbortRequest() as message):
                 self._on_abort(message, now)
-            case CoreFrameReceived(replies=replies, ledger=ledger):
-                self._ledger = ledger
+            case CoreFrameReceived(replies=replies):
                 for reply in replies:
                     self._on_reply(reply, now)
             case SourceMessageReceived(message=message):
@@ -257,11 +254,10 @@ class DecodeHandoffs:
         fork._handoffs = {key: handoff.fork() for key, handoff in self._handoffs.items()}
         fork._ending = {key: arrival.fork() for key, arrival in self._ending.items()}
         fork._ended = self._ended.fork()
-        fork._ledger = self._ledger
         return fork
 
     def key(self) -> tuple[object, ...]:
-        """Equal for machines that behave alike, their timers' exact times and the ledger apart."""
+        """Equal for machines that behave alike, their timers' exact times apart."""
         return (
             tuple(sorted((h.attempt_id, h.key()) for h in self._handoffs.values())),
             tuple(sorted((attempt_id, a.key()) for attempt_id, a in self._ending.items())),
@@ -314,10 +310,6 @@ class DecodeHandoffs:
             end_at=now + message.deadline_s + self._config.deadline_grace_s,
             patience_ends_at=now + self._config.core_answer_s,
         )
-        if self._cannot_fit(handoff, event.num_published_blocks):
-            self._to_router(handoff, Refused(attempt_id=attempt_id, reason=RefuseReason.NO_BLOCKS))
-            self._ended.add(attempt_id, ResetReason.REFUSED, now)
-            return
         self._handoffs[attempt_id.request_id] = handoff
         self._command(
             Decode(
@@ -326,13 +318,6 @@ class DecodeHandoffs:
                 has_source=message.source is not None,
             )
         )
-
-    def _cannot_fit(self, handoff: _Handoff, num_published_blocks: int | None) -> bool:
-        """True if the core would refuse anyway, as far as its last frame tells."""
-        if self._ledger is None or num_published_blocks is None:
-            return False
-        num_needed = self._config.num_blocks_for(handoff.num_tokens) - num_published_blocks
-        return num_needed > self._ledger.num_free + self._ledger.num_cached
 
     def _on_abort(self, message: AbortRequest, now: float) -> None:
         if message.choice not in (None, 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moonpool.core.protocol import BlockLedger, Reply
+from moonpool.core.protocol import Reply
 from moonpool.handoff.messages import Open, RouterKey, RouterMessage, SourceMessage, StreamId
 from moonpool.ids import AttemptId
 
@@ -24,9 +24,6 @@ class RouterMessageReceived:
 
     router: RouterKey
     message: RouterMessage
-    #: For a DecodeRequest: how many leading blocks of prompt + emitted stand in the published KV set.
-    #: None if the shell does not know: then only the core refuses.
-    num_published_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,6 @@ class CoreFrameReceived:
 
     step: int
     replies: tuple[Reply, ...]
-    ledger: BlockLedger | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,9 +235,7 @@ class WorkerShell:
         self._num_queued_tokens = frame.num_queued_tokens
         self._book.core_frame(timed)
         self.steps.frame_received(timed)
-        self._driver.handle(
-            CoreFrameReceived(step=frame.step, replies=frame.replies, ledger=frame.ledger)
-        )
+        self._driver.handle(CoreFrameReceived(step=frame.step, replies=frame.replies))
         for reply in frame.replies:
             if isinstance(reply, PrefillFailed):
                 self._book.end(reply.attempt_id)
