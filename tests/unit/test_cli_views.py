@@ -334,7 +334,7 @@ def cluster_status() -> ClusterStatus:
 
 
 def printed(status: ClusterStatus) -> str:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console = Console(file=io.StringIO(), width=140, color_system=None)
     print_status(status, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -345,9 +345,7 @@ def test_status_in_words() -> None:
     assert "router-0 at 127.0.0.1:8001  ready" in text
     assert "model tiny, bus connected, 2 running, 0 queued" in text
     row = next(line for line in text.splitlines() if line.startswith("decode-0"))
-    assert " ".join(row.split()) == (
-        "decode-0 decode up 2 0 0 0 7 10 +30 cached of 100 busy, 1 handoffs"
-    )
+    assert " ".join(row.split()) == ("decode-0 decode up 2 0 0 0 7 10 30 100 busy, 1 handoffs")
     assert "127.0.0.1:2: another model: a != b" in text
     assert "\x1b" not in text
 
@@ -405,14 +403,16 @@ def test_the_board_names_every_part_and_how_long_it_has_taken() -> None:
     board.change(PartEvent(part="decode-0", state=PartState.STARTING), now=2.0)
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(board.render(UNICODE, now=5.0))
-    board.all_ready(now=6.0)
+    board.change(PartEvent(part="decode-0", state=PartState.READY, detail="a=b"), now=5.5)
+    board.all_ready(facts().endpoints, now=6.0)
     console.print(board.render(UNICODE, now=6.0))
     assert isinstance(console.file, io.StringIO)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     assert lines[0][:2] == ["moonpool", "smollm2-135m,"]
     assert lines[1] == ["✔", "nats", "ready", "nats://x"]
     assert ["·", "decode-0", "starting", "3.0", "s"] in lines
-    assert ["✔", "decode-0", "ready"] in lines
+    assert ["✔", "decode-0", "ready", "a=b"] in lines
+    assert ["✔", "router", "ready", "127.0.0.1:8001,", "http://127.0.0.1:8000"] in lines
 
 
 def test_a_terminal_keeps_the_last_board_and_lines_follow() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from moonpool import __version__
-from moonpool.cli.failure import EXIT_CODES, EXIT_OK
+from moonpool.cli.failure import EXIT_CODES, EXIT_OK, EXIT_USAGE
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code} {text}" for code, text in EXIT_CODES.items()) + "."
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     name="moonpool",
     help="Serve language models with prefill and decode on separate workers.",
     epilog=_EPILOG,
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -61,6 +61,7 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     _version: Annotated[
         bool,
         typer.Option(
@@ -69,6 +70,9 @@ def root(
     ] = False,
 ) -> None:
     """Serve language models with prefill and decode on separate workers."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
 
 
 @app.command()

@@ -26,6 +26,7 @@ from moonpool.cli.journey import Journey, make_journey
 from moonpool.cli.journey_view import journey_json, journey_lines
 from moonpool.cli.pull import resolve_shown
 from moonpool.cli.terminal import Glyphs, make_console, print_json
+from moonpool.cli.up_view import short_detail
 from moonpool.cluster.local_cluster import LocalCluster
 from moonpool.cluster.part import PartEvent, PartState
 from moonpool.cluster.process import living_group_members
@@ -157,7 +158,7 @@ class _Screen:
         if event.state is PartState.READY:
             self._say(f"  {self._glyphs.ok} {event.part}")
         elif event.state in (PartState.CRASHED, PartState.FAILED):
-            self._say(f"  {self._glyphs.bad} {event.part}: {event.detail.partition(chr(10))[0]}")
+            self._say(f"  {self._glyphs.bad} {event.part}: {short_detail(event)}")
 
     def on_ready(self, took_s: float) -> None:
         self._is_serving = True

@@ -97,7 +97,7 @@ TURNS: tuple[tuple[str, str], ...] = (
     ),
 )
 
-QUESTION = "What is a volcano?"
+QUESTION = "What is a cloud?"
 
 
 def demo_messages() -> tuple[ChatMessage, ...]:

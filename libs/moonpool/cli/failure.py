@@ -62,15 +62,18 @@ def exit_code_of(error: MoonpoolError) -> int:
 
 
 def describe(error: MoonpoolError) -> str:
-    """The error's text. JSON log lines in it (a child's last words) become what they say."""
-    lines = error.message.splitlines() or [error.code]
-    told = [_said_by_log(line) for line in lines]
-    if all(said is None for said in told):
-        return "\n".join(lines)
-    plain = [line for line, said in zip(lines, told, strict=True) if said is None]
-    said_last = [said for said in told if said]
-    # The first plain line begins with the text and may end with the first log line.
-    return ": ".join([*(line.rstrip(" :") for line in plain[:1]), *said_last[-1:]])
+    """The error's text; what a child wrote to its log before it died becomes what it complained of."""
+    return without_log_lines(error.message) or error.code
+
+
+def without_log_lines(text: str) -> str:
+    """`text` with the JSON log lines at its end replaced by the last complaint among them."""
+    start = text.find('{"')
+    if start < 0:
+        return text
+    complaints = [said for line in text[start:].splitlines() if (said := _complaint(line))]
+    before = text[:start].rstrip(" \n.:")
+    return ": ".join(part for part in (before, *complaints[-1:]) if part)
 
 
 def as_json(code: str, message: str) -> str:
@@ -94,20 +97,15 @@ def expected_failure(error: BaseException) -> MoonpoolError | None:
     return found[0] if found and len(found) == len(leaves) else None
 
 
-def _said_by_log(line: str) -> str | None:
-    """What a JSON log line says: empty for one that is no complaint, None if it is no log line."""
-    start = line.find('{"')
-    if start < 0 or not line.rstrip().endswith("}"):
-        return None
+def _complaint(line: str) -> str:
+    """What a JSON log line of level error says; empty for any other line."""
     try:
-        event: Any = json.loads(line[start:])  # Any: another process's line
+        event: Any = json.loads(line)  # Any: another process's line
     except ValueError:
-        return None
-    if not isinstance(event, dict) or "event" not in event:
-        return None
-    if event.get("level") not in ("error", "critical"):
+        return ""
+    if not isinstance(event, dict) or event.get("level") not in ("error", "critical"):
         return ""
     exceptions = event.get("exception")
     if isinstance(exceptions, list) and exceptions and isinstance(exceptions[0], dict):
         return f"{exceptions[0].get('exc_type')}: {exceptions[0].get('exc_value')}"
-    return str(event.get("message") or event["event"])
+    return str(event.get("message") or event.get("event"))

@@ -20,6 +20,16 @@ from moonpool.wire.admin import RouterSnapshot, WorkerSnapshot
 from moonpool.wire.worker import LedgerReport
 
 _DEADLINE_S = 5.0
+_COUNTS = (
+    "running",
+    "waiting",
+    "reserved",
+    "prefills",
+    "tokens queued",
+    "held",
+    "cached",
+    "blocks",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +99,7 @@ def print_status(status: ClusterStatus, console: Console) -> None:
     table.add_column("worker")
     table.add_column("role")
     table.add_column("state")
-    for column in ("running", "waiting", "reserved", "prefills", "queued tok", "blocks used"):
+    for column in _COUNTS:
         table.add_column(column, justify="right")
     table.add_column("books")
     for worker in router.workers:
@@ -130,10 +140,8 @@ def _cells(worker: WorkerSnapshot, ledger: LedgerReport | str | None) -> list[Te
         Text(worker.state, style=style),
     ]
     if worker.load is None:
-        return [*cells, *([Text("-")] * 6), Text(_books(ledger))]
+        return [*cells, *([Text("-")] * len(_COUNTS)), Text(_books(ledger))]
     books = worker.load.ledger
-    used = books.num_total - books.num_free - books.num_cached
-    cached = f" +{books.num_cached} cached" if books.num_cached else ""
     return [
         *cells,
         Text(str(books.num_running)),
@@ -141,7 +149,9 @@ def _cells(worker: WorkerSnapshot, ledger: LedgerReport | str | None) -> list[Te
         Text(str(books.num_reserved)),
         Text(str(books.num_prefills)),
         Text(str(worker.load.num_queued_tokens)),
-        Text(f"{used}{cached} of {books.num_total}"),
+        Text(str(books.num_referenced)),
+        Text(str(books.num_cached)),
+        Text(str(books.num_total)),
         Text(_books(ledger) + (", draining" if worker.load.is_draining else "")),
     ]
 

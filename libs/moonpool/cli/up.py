@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.cli.failure import EXIT_INTERRUPTED, EXIT_OK
+from moonpool.cli.failure import EXIT_INTERRUPTED, EXIT_OK, describe
 from moonpool.cli.ports import check_ports
 from moonpool.cli.pull import resolve_shown
 from moonpool.cli.terminal import make_console, print_json
@@ -19,7 +19,7 @@ from moonpool.cluster.local_cluster import LocalCluster
 from moonpool.cluster.run_file import RunFile, process_start_ticks, published, running_clusters
 from moonpool.config.load import LoadedConfig, load_cluster_config
 from moonpool.config.schema import ClusterConfig, RoleName, WorkerGroup
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, UnavailableError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +105,10 @@ async def _live(config: ClusterConfig, model: str, view: UpView) -> int:
             with published(_run_file(facts)):
                 view.on_ready(facts)
                 await signals.wait()
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"{describe(error)} (logs: {cluster.run_dir})", code=error.code
+        ) from error
     except asyncio.CancelledError:
         if not signals.num_received:
             raise

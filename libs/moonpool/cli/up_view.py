@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from moonpool.cli.failure import without_log_lines
 from moonpool.cli.terminal import Glyphs, is_live, make_console, print_json
 from moonpool.cluster.local_cluster import NATS, ROUTER, Endpoints
 from moonpool.cluster.part import PartEvent, PartState
@@ -108,7 +109,7 @@ class LineView:
         self._started = clock()
 
     def on_part(self, event: PartEvent) -> None:
-        detail = first_line(event.detail)
+        detail = short_detail(event)
         self._line(f"{event.part}: {event.state}{f' ({detail})' if detail else ''}")
 
     def on_ready(self, facts: ClusterFacts) -> None:
@@ -195,13 +196,12 @@ class Board:
         if row.state is not event.state:
             row.since = now
         row.state = event.state
-        row.detail = first_line(event.detail)
+        row.detail = short_detail(event)
 
-    def all_ready(self, *, now: float) -> None:
+    def all_ready(self, endpoints: Endpoints, *, now: float) -> None:
         """The router serves and every worker has joined it."""
-        for name, row in self._rows.items():
-            if row.state is PartState.STARTING:
-                self.change(PartEvent(part=name, state=PartState.READY), now=now)
+        detail = f"grpc_address={endpoints.grpc_address} http_url={endpoints.http_url}"
+        self.change(PartEvent(part=ROUTER, state=PartState.READY, detail=detail), now=now)
 
     def render(self, glyphs: Glyphs, *, now: float) -> RenderableType:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -258,13 +258,12 @@ class BoardView:
 
     def on_ready(self, facts: ClusterFacts) -> None:
         self._board.phase = "ready in"
-        self._board.all_ready(now=self._clock())
+        self._board.all_ready(facts.endpoints, now=self._clock())
         self._freeze()
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        for what, how in how_to_talk(facts):
-            table.add_row(Text(f"  {what}", style="bold"), Text(how, overflow="fold"))
         self._console.print()
-        self._console.print(table)
+        for what, how in how_to_talk(facts):
+            # Not wrapped by us: a command must survive being copied.
+            self._console.print(Text.assemble((f"  {what:8} ", "bold"), how), soft_wrap=True)
         self._console.print("\nCtrl-C drains, a second one forces.", style="dim")
 
     def on_draining(self) -> None:
@@ -287,5 +286,9 @@ class BoardView:
         return self._board.render(self._glyphs, now=self._clock())
 
 
-def first_line(text: str) -> str:
-    return text.partition("\n")[0]
+def short_detail(event: PartEvent) -> str:
+    """A line about a part: where it listens, or what it complained of."""
+    text = without_log_lines(event.detail).partition("\n")[0]
+    facts = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    shown = [facts[key] for key in ("grpc_address", "http_url") if key in facts]
+    return ", ".join(shown) or text
