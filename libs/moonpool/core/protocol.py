@@ -39,7 +39,7 @@ class RefuseReason(enum.StrEnum):
     #: More running requests than `max_num_seqs`.
     NO_SLOTS = "no_slots"
     DRAINING = "draining"
-    #: Larger than the whole pool: will never fit on this worker.
+    #: Larger than the whole pool, or both roles of one attempt: will never fit on this worker.
     NEVER_FITS = "never_fits"
     #: The core did not answer in time (a long step); said by the service, not by the core.
     BUSY = "busy"
@@ -128,7 +128,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Stop working on this attempt and on all lower ones. May come twice, or first. Not answered."""
+    """Stop working on this attempt and on all lower ones, in either role.
+
+    May come twice, or first. Not answered.
+    """
 
     attempt_id: AttemptId
 

@@ -227,6 +227,11 @@ class DecodeHandoffs:
         """When `tick` has something to do next, or None."""
         return min(self._wakeups(), default=None)
 
+    def is_live(self, attempt_id: AttemptId) -> bool:
+        """This very attempt has begun here and has not ended."""
+        handoff = self._handoffs.get(attempt_id.request_id)
+        return handoff is not None and handoff.attempt_id == attempt_id
+
     @property
     def num_handoffs(self) -> int:
         """Live attempts."""

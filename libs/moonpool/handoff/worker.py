@@ -1,15 +1,18 @@
 """WorkerHandoffs: both roles of one worker behind one door, in the order that each event needs.
 
-A worker's shell feeds it every event and performs the effects in order. A worker has at most one role
-in an attempt, so the core's replies are told apart by the attempt alone; both machines see every
+A worker's shell feeds it every event and performs the effects in order. Both machines see every
 router message, since a higher attempt in one role ends a lower one in the other.
+
+A worker has at most one role in an attempt: a router that asks for the other as well is refused. So
+the core's replies are told apart by the attempt alone, and an Abort needs no role.
 """
 
 from __future__ import annotations
 
+from moonpool.core.protocol import Refused, RefuseReason
 from moonpool.handoff.config import HandoffConfig
 from moonpool.handoff.decode import DecodeHandoffs
-from moonpool.handoff.effects import HandoffEffect
+from moonpool.handoff.effects import HandoffEffect, SendToRouter
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HandoffEvent,
@@ -22,7 +25,7 @@ from moonpool.handoff.events import (
     StreamBroken,
     StreamClosed,
 )
-from moonpool.handoff.messages import PrefillRequest
+from moonpool.handoff.messages import DecodeRequest, PrefillRequest
 from moonpool.handoff.prefill import PrefillHandoffs
 from moonpool.ids import WorkerKey
 
@@ -37,6 +40,11 @@ class WorkerHandoffs:
     def handle(self, event: HandoffEvent, now: float) -> list[HandoffEffect]:
         """Take one event; returns what is to be done, in order."""
         match event:
+            case RouterMessageReceived(
+                router=router, message=PrefillRequest() | DecodeRequest() as message
+            ) if self._has_other_role(message):
+                reply = Refused(attempt_id=message.attempt_id, reason=RefuseReason.NEVER_FITS)
+                return [SendToRouter(router=router, message=reply)]
             case RouterMessageReceived(message=PrefillRequest()):
                 # What ends goes before what begins: the core gets Abort before Prefill.
                 return [*self.decode.handle(event, now), *self.prefill.handle(event, now)]
@@ -46,6 +54,10 @@ class WorkerHandoffs:
                 return list(self.prefill.handle(event, now))
             case SourceMessageReceived() | StreamBroken() | ReadDone():
                 return list(self.decode.handle(event, now))
+
+    def _has_other_role(self, message: PrefillRequest | DecodeRequest) -> bool:
+        other = self.decode if isinstance(message, PrefillRequest) else self.prefill
+        return other.is_live(message.attempt_id)
 
     def tick(self, now: float) -> list[HandoffEffect]:
         """Do what is due. Call at `next_wakeup()` or later."""
