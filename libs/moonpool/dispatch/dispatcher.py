@@ -37,7 +37,6 @@ What it deliberately does not do: it does not detokenize, does not know prefixes
 
 from __future__ import annotations
 
-import copy
 import enum
 import heapq
 from bisect import insort
@@ -196,7 +195,7 @@ class Dispatcher:
     def fork(self) -> Dispatcher:
         """An independent copy, for exploration."""
         fork = Dispatcher(self._config, num_cached_tokens=self._num_cached_tokens)
-        fork._requests = {key: copy.copy(request) for key, request in self._requests.items()}
+        fork._requests = {key: request.fork() for key, request in self._requests.items()}
         fork._queue = list(self._queue)
         fork._deadlines = list(self._deadlines)
         fork._fleet = self._fleet.fork()
@@ -266,7 +265,7 @@ class Dispatcher:
         request = self._requests.get(event.request_id)
         if request is not None:
             assert event.num_output_tokens <= len(request.emitted), (event, request)
-            request.emitted = request.emitted[: event.num_output_tokens]
+            del request.emitted[event.num_output_tokens :]
             self._end(request, FinishReason.STOP, None)
 
     def _on_deadline(self, request: RequestRecord) -> None:
@@ -305,7 +304,7 @@ class Dispatcher:
                 return
         else:
             num_known = num_emitted - run.first_position
-            known = request.emitted[run.first_position :]
+            known = tuple(request.emitted[run.first_position :])
             if num_known < 0 or run.token_ids[:num_known] != known[: len(run.token_ids)]:
                 self._on_diverged(request, run, now)
                 return
@@ -437,7 +436,7 @@ class Dispatcher:
         """Place a queued request, or end it if it fits nowhere; else nothing changes."""
         value = request.request
         if request.emitted:
-            value = replace(value, emitted_token_ids=request.emitted)
+            value = replace(value, emitted_token_ids=tuple(request.emitted))
         views = self._fleet.views(now)
         block_size = max((view.info.block_size for view in views), default=1)
         num_blocks = -(-value.num_tokens // block_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from moonpool.ids import AttemptId, RequestId, WorkerKey
 from moonpool.inference.request import InferenceRequest
@@ -37,7 +37,8 @@ class RequestRecord:
 
     request: InferenceRequest
     deadline_at: float
-    emitted: tuple[int, ...] = ()
+    #: What the client has, in order; grows in place.
+    emitted: list[int] = field(default_factory=list)
     state: DispatchState = DispatchState.QUEUED
     #: Of the current placement, or of the last one while it is queued; 0 before the first.
     attempt: int = 0
@@ -60,10 +61,14 @@ class RequestRecord:
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.request.request_id, self.attempt)
 
+    def fork(self) -> RequestRecord:
+        """An independent copy, for exploration."""
+        return replace(self, emitted=list(self.emitted))
+
     def key(self) -> tuple[object, ...]:
         return (
             self.request_id,
-            self.emitted,
+            tuple(self.emitted),
             self.state,
             self.attempt,
             self.placed,
