@@ -334,6 +334,18 @@ def test_a_port_that_is_not_ours_to_bind() -> None:
 # -- interruption --
 
 
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -P -m moonpool.cli.main up --show-config | head -c 1",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (len(done.stdout), done.stderr) == (1, "")
+
+
 def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_arguments: object, **_options: object) -> None:
         raise KeyboardInterrupt

@@ -18,6 +18,7 @@ from moonpool.cli.failure import (
     describe,
     exit_code_of,
     expected_failure,
+    flatten,
 )
 
 #: Set it to see the traceback of an expected failure too.
@@ -43,11 +44,11 @@ def run(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except Exit as exit_:
         return exit_.exit_code
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; nothing is left to say to them.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
     except Exception as error:
+        if all(isinstance(leaf, BrokenPipeError) for leaf in flatten(error)):
+            # Whoever read our output has seen enough; nothing is left to say to them.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_OK
         if os.environ.get(DEBUG_ENV):
             raise
         if hasattr(error, "format_message"):
