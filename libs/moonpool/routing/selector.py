@@ -20,7 +20,7 @@ class FilterReason(enum.StrEnum):
 
     WRONG_ROLE = "wrong_role"
     DRAINING = "draining"
-    #: It refused and has not reported since, or its pool cannot hold the request now.
+    #: It refused and has shown no more room since, or its pool cannot hold the request now.
     NO_ROOM = "no_room"
     #: It failed on a request path a moment ago, and others are there.
     INHIBITED = "inhibited"

@@ -68,7 +68,7 @@ class WorkerView:
     own_num_queued_tokens: int = 0
     #: A request-path failure lies less than the inhibition time back: only if there is no other.
     is_inhibited: bool = False
-    #: It refused, and no frame has come since: has no room, whatever the numbers say.
+    #: It refused a moment ago, and no report has shown more room since.
     is_full: bool = False
 
     @property

@@ -37,7 +37,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Role(enum.StrEnum):
-    """Which side of a request a worker plays; a worker may hold both sides of one request."""
+    """Which side of a request an attempt is; the core can hold both of one request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
