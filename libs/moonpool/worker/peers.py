@@ -20,9 +20,9 @@ from typing import Any
 import grpc
 import structlog
 
-from moonpool.errors import TransferError
+from moonpool.errors import MoonpoolError, TransferError
 from moonpool.handoff.messages import SourceRef
-from moonpool.ids import WorkerId, WorkerKey
+from moonpool.ids import WorkerKey
 from moonpool.kv.layout import CopyPlan
 from moonpool.transport.base import KvPeer
 
@@ -69,63 +69,80 @@ class PeerDirectory:
     def __init__(self, connect: Callable[[SourceRef], Awaitable[Peer]]) -> None:
         self._connect = connect
         self._peers: dict[WorkerKey, Peer] = {}
-        self._locks: dict[WorkerId, asyncio.Lock] = {}
+        self._attempts: dict[WorkerKey, asyncio.Task[Peer | MoonpoolError]] = {}
         self._watchers: dict[WorkerKey, asyncio.Task[None]] = {}
+        #: Of attempts, watchers and closings; None while nothing may begin.
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Watch and close peers, until cancelled; then close all."""
+        """Connect, watch and close peers, until cancelled; then close all."""
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                await asyncio.get_running_loop().create_future()
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                try:
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    self._tasks = None
         finally:
-            self._tasks = None
-            for peer in self._peers.values():
+            while self._peers:
+                _, peer = self._peers.popitem()
                 await peer.close()
-            self._peers.clear()
 
     def connected(self, key: WorkerKey) -> Peer | None:
         """The peer if its connection stands."""
         return self._peers.get(key)
 
     async def get(self, source: SourceRef) -> Peer:
-        """The peer, connected; one attempt at a time for each worker.
+        """The peer, connected. Whoever asks during an attempt shares its outcome.
 
         Raises:
             MoonpoolError: Nobody there, another incarnation, or it does not fit, in words.
         """
-        lock = self._locks.setdefault(source.key.worker_id, asyncio.Lock())
-        async with lock:
-            known = self._peers.get(source.key)
-            if known is not None:
-                return known
-            try:
-                async with asyncio.timeout(CONNECT_S):
-                    peer = await self._connect(source)
-            except TimeoutError as error:
-                raise TransferError(
-                    f"{source.key} at {source.address} did not answer in {CONNECT_S:g} s.",
-                    code="kv_peer_lost",
-                ) from error
-            for other in list(self._peers.values()):
-                if other.key.worker_id == peer.key.worker_id:
-                    self.drop(other)
+        known = self._peers.get(source.key)
+        if known is not None:
+            return known
+        attempt = self._attempts.get(source.key)
+        if attempt is None:
             if self._tasks is None:
-                await peer.close()
                 raise TransferError("This worker stops.", code="kv_peer_lost")
-            self._peers[peer.key] = peer
-            self._watchers[peer.key] = self._tasks.create_task(self._watch(peer))
-            return peer
+            attempt = self._tasks.create_task(self._attempt(source))
+            self._attempts[source.key] = attempt
+        # Who leaves does not end the attempt for the others.
+        outcome = await asyncio.shield(attempt)
+        if isinstance(outcome, MoonpoolError):
+            raise outcome
+        return outcome
 
     def drop(self, peer: Peer) -> None:
         """Use it no more, and close it. May be called twice."""
-        if self._peers.get(peer.key) is not peer:
+        if self._tasks is None or self._peers.get(peer.key) is not peer:
+            # When it stops, `run` closes all that are left.
             return
         del self._peers[peer.key]
         self._watchers.pop(peer.key).cancel()
         log.info("kv.peer_dropped", peer=str(peer.key))
+        self._tasks.create_task(peer.close())
+
+    async def _attempt(self, source: SourceRef) -> Peer | MoonpoolError:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                peer = await self._connect(source)
+        except TimeoutError:
+            return TransferError(
+                f"{source.key} at {source.address} did not answer in {CONNECT_S:g} s.",
+                code="kv_peer_lost",
+            )
+        except MoonpoolError as error:
+            return error
+        finally:
+            del self._attempts[source.key]
+        for other in list(self._peers.values()):
+            if other.key.worker_id == peer.key.worker_id:
+                self.drop(other)
+        self._peers[peer.key] = peer
         if self._tasks is not None:
-            self._tasks.create_task(peer.close())
+            self._watchers[peer.key] = self._tasks.create_task(self._watch(peer))
+        return peer
 
     async def _watch(self, peer: Peer) -> None:
         await peer.wait_gone()

@@ -74,6 +74,12 @@ class SourceStreams:
             reason = "ended by the source"
         except MoonpoolError as error:
             reason = error.message
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # grpc raises the same in a reader whose channel is closed: the peer was dropped.
+            reason = "the peer was dropped"
         if self._streams.get(attempt_id) is not asyncio.current_task():
             return
         del self._streams[attempt_id]
