@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -168,6 +169,67 @@ async def test_nats_refuses_a_message_larger_than_the_broker_takes(tmp_path: Pat
             with pytest.raises(InvalidRequestError, match="more than the broker takes"):
                 await bus.publish("x", bytes(2 * 2**20))
             assert await bus.publish("x", b"small")
+
+
+#: nats-py closes a client that is told so for good.
+NO_ROOM = b"-ERR 'maximum connections exceeded'\r\n"
+#: A subject at which the scripted broker sends its client away.
+SENDS_AWAY = "away"
+
+
+@asynccontextmanager
+async def scripted_broker(answers: list[bytes | None]) -> AsyncIterator[str]:
+    """A broker's URL. It accepts clients and answers the PING after, of each client in turn, as told.
+
+    None: it answers this one and all later ones like a broker.
+    """
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","max_payload":1048576,"proto":1}\r\n')
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        num_pings = 0
+        with contextlib.closing(writer):
+            async for line in reader:
+                if line.startswith(b"PUB " + SENDS_AWAY.encode()):
+                    writer.write(NO_ROOM)
+                    return
+                if not line.startswith(b"PING"):
+                    continue
+                num_pings += 1
+                if num_pings > 1 and answer is not None:
+                    writer.write(answer)
+                    return
+                writer.write(b"PONG\r\n")
+
+    server = await asyncio.start_server(converse, "127.0.0.1", 0)
+    async with server:
+        yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("answer", [b"", NO_ROOM])
+async def test_nats_that_ends_a_new_connection_is_tried_again(answer: bytes) -> None:
+    async with (
+        asyncio.timeout(_DEADLINE_S),
+        scripted_broker([answer, None]) as url,
+        NatsBus(url, name="test") as bus,
+    ):
+        await bus.wait_connected()
+        assert await bus.publish("s", b"heard")
+
+
+async def test_nats_that_sends_a_client_away_is_tried_again() -> None:
+    changes: asyncio.Queue[bool] = asyncio.Queue()
+    async with (
+        asyncio.timeout(_DEADLINE_S),
+        scripted_broker([None]) as url,
+        NatsBus(url, name="test") as bus,
+    ):
+        bus.on_connection(changes.put_nowait)
+        assert await changes.get()
+        await bus.publish(SENDS_AWAY, b"")
+        assert not await changes.get()
+        assert await changes.get()
+        assert await bus.publish("s", b"heard")
 
 
 def test_subjects_carry_the_cluster_and_refuse_wildcards() -> None:

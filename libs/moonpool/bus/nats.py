@@ -2,8 +2,9 @@
 
 Life: entering the context starts to connect and returns at once, whether a broker is there or not;
 it is tried again for ever, at boot and after each loss (nats-py's own limits would close the connection
-for good after two minutes). Each connection after the first restores the subscriptions. On exit what
-is queued leaves, within a deadline.
+for good after two minutes). A broker that sends its client away (`-ERR`) closes it for good all the
+same: then a new client takes its place. Each connection after the first restores the subscriptions. On
+exit what is queued leaves, within a deadline.
 
 Only composition roots import this module; everything else sees `Bus`.
 """
@@ -35,8 +36,10 @@ MAX_OUTSTANDING_PINGS = 2
 CONNECT_TIMEOUT_S = 2
 RECONNECT_WAIT_S = 0.25
 CLOSE_TIMEOUT_S = 2.0
-#: How long a publish may wait for a broker that does not read.
-FLUSH_TIMEOUT_S = 1.0
+#: How long a broker that does not read or answer may hold us up.
+FLUSH_TIMEOUT_S = 1
+#: Before a new client comes to a broker that sent the last one away.
+SENT_AWAY_PAUSE_S = 0.5
 
 log = structlog.get_logger("moonpool.bus")
 
@@ -61,6 +64,8 @@ class NatsBus:
         self._tasks = asyncio.TaskGroup()
         self._connecting: asyncio.Task[None] | None = None
         self._has_begun = False
+        #: The broker's last refusal, so that it is logged once.
+        self._refusal = ""
         self._is_closing = False
 
     @property
@@ -122,7 +127,7 @@ class NatsBus:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._connecting = self._tasks.create_task(self._connect(), name="nats-connect")
+        self._connecting = self._tasks.create_task(self._keep_connected(), name="nats-connect")
         return self
 
     async def __aexit__(
@@ -151,8 +156,28 @@ class NatsBus:
             self._subscriptions.clear()
             await self._tasks.__aexit__(exc_type, exc, traceback)
 
-    async def _connect(self) -> None:
+    async def _keep_connected(self) -> None:
         self._has_begun = True
+        while True:
+            closed = asyncio.Event()
+            try:
+                await self._connect(closed)
+                # It ended again at once: nats-py goes on, or has closed the client.
+                with suppress(nats.errors.Error):
+                    await self._on_reconnected()
+                await closed.wait()
+            except (OSError, nats.errors.Error) as error:
+                await self._on_error(error)
+            log.warning("bus.sent_away", error=str(self._client.last_error))
+            self._set_connected(False)
+            self._subscriptions = dict.fromkeys(self._subscriptions)
+            await asyncio.sleep(SENT_AWAY_PAUSE_S)
+            self._client = Client()
+
+    async def _connect(self, closed: asyncio.Event) -> None:
+        async def on_closed() -> None:
+            closed.set()
+
         await self._client.connect(
             servers=self._servers,
             name=self._name,
@@ -166,15 +191,15 @@ class NatsBus:
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
+            closed_cb=on_closed,
         )
-        await self._on_reconnected()
 
     async def _on_reconnected(self) -> None:
         for subscription, handle in tuple(self._subscriptions.items()):
             if handle is None:
                 await self._register(subscription)
         # Answered after the broker has taken the subscriptions: whoever publishes next is heard.
-        await self._client.flush()
+        await self._client.flush(timeout=FLUSH_TIMEOUT_S)
         log.info("bus.connected", server=self._server_name())
         self._set_connected(True)
 
@@ -184,8 +209,11 @@ class NatsBus:
         self._set_connected(False)
 
     async def _on_error(self, error: Exception) -> None:
-        # Refused connections come four times a second while the broker is away.
+        # Errors come four times a second while the broker is away, or does not take us.
         log.debug("bus.error", error=type(error).__name__)
+        if isinstance(error, nats.errors.Error) and str(error) != self._refusal:
+            self._refusal = str(error)
+            log.warning("bus.refused", why=self._refusal)
 
     async def _register(self, subscription: Subscription) -> None:
         async def deliver(message: Msg) -> None:
