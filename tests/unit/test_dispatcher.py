@@ -293,6 +293,32 @@ def test_who_waits_for_a_prefill_worker_is_passed_by_who_needs_none(r: Router) -
     assert r.join(P2)[:2] == sent(2, prefill=P2)
 
 
+def test_the_queue_is_looked_at_only_when_there_may_be_room(r: Router) -> None:
+    """A saturated router hears a report from each worker at each step."""
+    looks: list[RequestId] = []
+
+    def look(worker: WorkerKey, request: InferenceRequest) -> int:
+        looks.append(request.request_id)
+        return 0
+
+    r.machine = Dispatcher(CONFIG, num_cached_tokens=look)
+    r.join(D)
+    r.join(P)
+    r.arrive()
+    r.refuse(P, RefuseReason.QUEUE_FULL)
+    busy = replace(IDLE, num_requests=1, num_queued_tokens=50)
+    r.load(P, busy)
+    r.load(D)
+    looks.clear()
+    assert r.load(P, busy) == r.load(D) == r.load(D, replace(IDLE, num_available_blocks=90)) == []
+    assert r.at(0.9) == []
+    assert looks == []
+    assert r.load(D, replace(IDLE, num_available_blocks=91)) == []
+    assert looks == [A.request_id]
+    # Nobody is left to prefill it elsewhere.
+    assert r(WorkerLost(key=P)) == sent(2, prefill=None, deadline_s=59.1)
+
+
 def test_nobody_passes_who_waits_for_a_decode_worker(r: Router) -> None:
     r.arrive()
     r.refuse(D)

@@ -134,7 +134,7 @@ class Dispatcher:
         self._deadlines: list[tuple[float, RequestId]] = []
         self._fleet = Fleet(config)
         self._is_draining = False
-        #: Set by what may make room, so that the queue is looked at.
+        #: Set by what may make room, or leave nobody to wait for, so that the queue is looked at.
         self._may_place = False
         self._effects: list[DispatchEffect] = []
 
@@ -146,8 +146,8 @@ class Dispatcher:
             case WorkerMessageReceived(key=key, message=message):
                 self._on_worker_message(key, message, now)
             case LoadReported(key=key, load=load):
-                self._fleet.report(key, load)
-                self._may_place = True
+                if self._fleet.report(key, load):
+                    self._may_place = True
             case RequestArrived():
                 self._on_request_arrived(event, now)
             case RequestCancelled(request_id=request_id):
@@ -170,7 +170,8 @@ class Dispatcher:
             request = self._requests.get(request_id)
             if request is not None:
                 self._on_deadline(request)
-        self._may_place = True
+        if self._fleet.expire(now):
+            self._may_place = True
         return self._finish_turn(now)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -396,6 +397,7 @@ class Dispatcher:
 
     def _on_worker_lost(self, key: WorkerKey, now: float) -> None:
         self._fleet.lose(key)
+        self._may_place = True
         for request in list(self._requests.values()):
             placed = request.placed
             if placed is None or key not in (placed.decode, placed.prefill):

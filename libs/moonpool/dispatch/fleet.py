@@ -9,12 +9,14 @@ sides a message a step for nothing.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moonpool.core.protocol import RefuseReason
 from moonpool.dispatch.config import DispatchConfig
 from moonpool.ids import RequestId, WorkerKey
 from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerView
+
+_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class _Worker:
     info: WorkerInfo
     load: WorkerLoad = field(default_factory=WorkerLoad)
     refusal: _Refusal | None = None
-    inhibited_until: float = float("-inf")
+    inhibited_until: float = _NEVER
     decoding: set[RequestId] = field(default_factory=set)
     #: Uncached tokens of each prefill that has not drawn its token.
     prefilling: dict[RequestId, int] = field(default_factory=dict)
@@ -83,22 +85,29 @@ class Fleet:
     def lose(self, key: WorkerKey) -> None:
         self._workers.pop(key, None)
 
-    def report(self, key: WorkerKey, load: WorkerLoad) -> None:
+    def report(self, key: WorkerKey, load: WorkerLoad) -> bool:
+        """Note a worker's load. False: whoever found no place before finds none now."""
         worker = self._workers.get(key)
         if worker is None:
-            return
+            return False
+        before, was_refusing = worker.load, worker.refusal is not None
+        num_gained_blocks = (
+            load.num_available_blocks - before.num_available_blocks + worker.num_new_blocks
+        )
         worker.load = load
         worker.num_new_blocks = 0
-        if worker.refusal is None:
-            return
-        if worker.refusal.is_over(load):
-            worker.refusal = None
-        elif worker.refusal.load is None:
-            worker.refusal = _Refusal(
-                reason=worker.refusal.reason,
-                ask_again_at=worker.refusal.ask_again_at,
-                load=load,
-            )
+        if worker.refusal is not None:
+            if worker.refusal.is_over(load):
+                worker.refusal = None
+            elif worker.refusal.load is None:
+                worker.refusal = replace(worker.refusal, load=load)
+        return (
+            num_gained_blocks > 0
+            or was_refusing != (worker.refusal is not None)
+            # One that drains is not waited for: the prefill may come to be local.
+            or load.is_draining != before.is_draining
+            or load.num_total_blocks != before.num_total_blocks
+        )
 
     def refused(self, key: WorkerKey, reason: RefuseReason, now: float) -> None:
         """The worker has no room until a report shows some."""
@@ -111,6 +120,18 @@ class Fleet:
         worker = self._workers.get(key)
         if worker is not None:
             worker.inhibited_until = now + self._config.inhibit_s
+
+    def expire(self, now: float) -> bool:
+        """Forget refusals and failures whose time is over; whether there were any."""
+        has_expired = False
+        for worker in self._workers.values():
+            if worker.refusal is not None and worker.refusal.ask_again_at <= now:
+                worker.refusal = None
+                has_expired = True
+            if _NEVER < worker.inhibited_until <= now:
+                worker.inhibited_until = _NEVER
+                has_expired = True
+        return has_expired
 
     # -- what we put on them --
 
@@ -180,7 +201,7 @@ class Fleet:
                     worker.refusal is not None,
                     worker.refusal.reason if worker.refusal else None,
                     worker.refusal.load if worker.refusal else None,
-                    worker.inhibited_until == float("-inf"),
+                    worker.inhibited_until == _NEVER,
                     tuple(sorted(worker.decoding)),
                     tuple(sorted(worker.prefilling.items())),
                     worker.num_new_blocks,
