@@ -39,10 +39,6 @@ class AnswerPiece:
     #: Set in the last piece. STOP for a stop string as for a stop token.
     finish_reason: FinishReason | None
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.text and not self.token_ids and self.finish_reason is None
-
 
 class AnswerText:
     """One choice of one request. After a piece with a finish reason nothing more may be pushed."""

@@ -31,7 +31,7 @@ from moonpool.kv.radix_tree import RadixTree
 
 
 class NoBlocksError(Exception):
-    """An allocation does not fit. Internal: the core turns it into a refusal or a preemption."""
+    """An allocation does not fit: the caller has not asked whether it does."""
 
     def __init__(self, *, needed: int, available: int) -> None:
         super().__init__(f"{needed} blocks needed, {available} available")

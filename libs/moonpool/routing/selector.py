@@ -16,9 +16,8 @@ from moonpool.routing.worker_view import WorkerView
 
 
 class FilterReason(enum.StrEnum):
-    """Why a worker is no candidate."""
+    """Why a worker of the right role is no candidate."""
 
-    WRONG_ROLE = "wrong_role"
     DRAINING = "draining"
     #: It refused and has shown no more room since, or its pool cannot hold the request now.
     NO_ROOM = "no_room"
