@@ -61,7 +61,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultLa
         assert processes_with(_MARK, mark)
     assert processes_with(_MARK, mark) == []
     assert set(os.listdir("/dev/shm")) <= shared_memory
-    for address in (endpoints.grpc_address, endpoints.nats_url.removeprefix("nats://")):
+    for address in (endpoints.grpc_address, endpoints.nats_url.rpartition("@")[2]):
         assert not await asyncio.to_thread(is_listening, address), address
     # Logs stay, configurations and whatever else was needed to run do not.
     assert {path.suffix for path in run_dir.iterdir() if path.is_file()} == {".log"}

