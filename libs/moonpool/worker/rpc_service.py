@@ -94,12 +94,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
                     continue
                 shell.failpoints.hit("prefill.before_commit")
                 times = shell.book.commit_times(message.attempt_id)
-                yield source_message_to_pb(
-                    message,
-                    last_layer_unix_ns=times.last_layer_unix_ns,
-                    first_token_unix_ns=times.first_token_unix_ns,
-                )
-                shell.failpoints.hit("prefill.after_commit")
+                try:
+                    yield source_message_to_pb(
+                        message,
+                        last_layer_unix_ns=times.last_layer_unix_ns,
+                        first_token_unix_ns=times.first_token_unix_ns,
+                    )
+                finally:
+                    # A reader that has all it needs may cancel before this call goes on.
+                    shell.failpoints.hit("prefill.after_commit")
 
     async def Describe(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         return worker_hello_to_pb(self._opened().hello)

@@ -172,6 +172,11 @@ class FaultLab:
         self.cluster.part(target).arm(failpoints)
         self.armed[target] = failpoints
 
+    async def disarm(self, target: str) -> None:
+        """A fault that has not happened must not happen to others later."""
+        self.armed[target] = "unknown"
+        await self.arm({target: ""})
+
     async def died(self, target: str, num_starts: int) -> list[str]:
         """The part that was to die did, and lives again; else what is wrong."""
         try:

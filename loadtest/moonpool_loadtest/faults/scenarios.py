@@ -153,6 +153,8 @@ async def run_kill(lab: FaultLab, kill: Kill, following: Kill | None) -> FaultRe
     started = asyncio.get_running_loop().time()
     outcomes = await lab.client.ask_all(lab.take())
     problems = await lab.died(kill.target, num_starts)
+    if problems:
+        await lab.disarm(kill.target)
     problems += await lab.settle()
     return lab.judge(kill.name, outcomes, problems=problems, started=started)
 
