@@ -170,6 +170,19 @@ def test_an_api_key_is_never_shown(tmp_path: Path) -> None:
     assert "correct-horse" not in repr(loaded.config)
 
 
+def test_credentials_in_a_url_are_never_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as failure:
+        load(tmp_path, "[nats]\nurl = 'http://me:hunter2@host'")
+    assert "hunter2" not in failure.value.message
+    assert "nats.url = 'http://...@host' (cluster.toml)" in failure.value.message
+    loaded = load(tmp_path, "[nats]\nurl = 'nats://me:hunter2@a:1,nats://token@b:2'")
+    shown = ("nats.url", "nats://...@a:1,nats://...@b:2", "cluster.toml")
+    assert shown in list(loaded.rows())
+    document = router_config(loaded.config, nats_url="nats://token@b:2")
+    assert "hunter2" not in repr(loaded.config)
+    assert "token@" not in repr(document)
+
+
 @pytest.mark.parametrize("name", ["cluster.ini", "missing.toml"])
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, name: str) -> None:
     if not name.startswith("missing"):
@@ -250,6 +263,6 @@ def test_sizes_and_cpus_have_one_spelling() -> None:
     ]
     assert parse_cpus("0-2, 5") == (0, 1, 2, 5)
     assert parse_cpus("") == ()
-    for bad in ("x", "1-", "-1"):
+    for bad in ("x", "1-", "-1", "3-1", "0-4096"):
         with pytest.raises(ValueError, match="CPU numbers"):
             parse_cpus(bad)

@@ -8,6 +8,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from moonpool.config.values import without_credentials
+
 #: Keys whose values are never shown.
 _SECRET_KEYS = frozenset({"api_key"})
 
@@ -89,7 +91,11 @@ def _describe(
     if kind == "value_error" and isinstance(value, dict):
         # A rule between keys: its text names them.
         return f"{key + ': ' if key else ''}{problem} ({origin})"
-    shown = "..." if location and location[-1] in _SECRET_KEYS else repr(value)[:80]
+    shown = (
+        "..."
+        if location and location[-1] in _SECRET_KEYS
+        else without_credentials(repr(value))[:80]
+    )
     return f"{key} = {shown} ({origin}): {problem[:1].lower()}{problem[1:]}"
 
 

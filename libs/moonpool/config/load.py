@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from moonpool.config.explain import describe_errors, keys_at, unknown_key
 from moonpool.config.schema import ClusterConfig, default_data_dir
+from moonpool.config.values import without_credentials
 from moonpool.errors import ConfigError
 
 ENV_PREFIX = "MOONPOOL_"
@@ -222,4 +223,5 @@ def _leaves(section: BaseModel, prefix: str) -> Iterator[tuple[str, object]]:
 def _shown(value: object) -> str:
     if value is None:
         return "(none)"
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return without_credentials(shown)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import StringConstraints, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from moonpool.config.explain import describe_errors
 from moonpool.config.schema import (
@@ -37,7 +37,8 @@ class CommonSettings(Section):
     data_dir: Path
     model: str
     dtype: Dtype
-    nats_url: str
+    #: With the broker's credentials, if it has any.
+    nats_url: str = Field(repr=False)
     local_prefill_tokens: int
     telemetry: TelemetrySettings
     failpoints: str = ""

@@ -56,7 +56,7 @@ class NatsSettings(Section):
     """The control bus. Without a url the local cluster starts a broker of its own."""
 
     #: `nats://host:port`, several separated by commas; None starts an embedded broker.
-    url: str | None = None
+    url: str | None = Field(default=None, repr=False)
     #: Port of the embedded broker on 127.0.0.1; 0 takes a free one.
     port: Port = 0
 

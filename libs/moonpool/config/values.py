@@ -24,6 +24,10 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+#: The kernel's own limit.
+MAX_CPUS = 4_096
+_NO_CPU_LIST = "allowed is a list of CPU numbers and ascending ranges, like 0-2,5"
+_CREDENTIALS = re.compile(r"//[^/@\s,]*@")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -62,10 +66,19 @@ def parse_cpus(value: object) -> object:
     cpus: list[int] = []
     for part in filter(None, (part.strip() for part in value.split(","))):
         low, dash, high = part.partition("-")
-        if not low.isdigit() or (dash and not high.isdigit()):
-            raise ValueError("allowed is a list of CPU numbers and ranges, like 0-2,5")
-        cpus.extend(range(int(low), int(high or low) + 1))
+        numbers = (low, high) if dash else (low, low)
+        if not all(number.isdecimal() for number in numbers):
+            raise ValueError(_NO_CPU_LIST)
+        first, last = map(int, numbers)
+        if not first <= last < MAX_CPUS:
+            raise ValueError(f"{_NO_CPU_LIST}, numbers below {MAX_CPUS}")
+        cpus.extend(range(first, last + 1))
     return tuple(cpus)
+
+
+def without_credentials(text: str) -> str:
+    """The text with `...` for whatever stands before the host of a URL in it."""
+    return _CREDENTIALS.sub("//...@", text)
 
 
 def is_loopback(host: str) -> bool:
