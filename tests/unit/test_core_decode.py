@@ -315,6 +315,23 @@ def test_a_long_rest_is_handed_back(first_token: int | None, reason: HandBackRea
     assert frame.ledger == BlockLedger(num_total=16, num_free=15, num_cached=1, num_referenced=0)
 
 
+def test_what_came_from_a_source_that_is_not_finite_is_forgotten() -> None:
+    worker = make_worker()
+    request = make_request(prompt=12)
+    reserve_and_read(worker, request, 8)
+    frame = worker.step(
+        BlocksArrived(attempt_id=ident(), num_tokens=8),
+        Arrived(
+            attempt_id=ident(),
+            num_tokens=8,
+            first_token=None,
+            finish_reason=FinishReason.INVALID_OUTPUT,
+        ),
+    )
+    assert frame.replies == (tokens("r1", 0, cached=0, finish=FinishReason.INVALID_OUTPUT),)
+    assert frame.ledger == BlockLedger(num_total=16, num_free=16, num_cached=0, num_referenced=0)
+
+
 def test_an_answer_that_ended_with_the_first_token_needs_no_kv() -> None:
     worker = make_worker(local_prefill_tokens=0)
     request = make_request(prompt=12, max_tokens=1)

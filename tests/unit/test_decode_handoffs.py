@@ -149,8 +149,17 @@ def start_read(number: int, blocks: range, first: int, last: int) -> StartRead:
     )
 
 
-def arrived(num_tokens: int, first_token: int | None = 99) -> SendCommand:
-    return command(Arrived(attempt_id=attempt(), num_tokens=num_tokens, first_token=first_token))
+def arrived(
+    num_tokens: int, first_token: int | None = 99, finish_reason: FinishReason | None = None
+) -> SendCommand:
+    return command(
+        Arrived(
+            attempt_id=attempt(),
+            num_tokens=num_tokens,
+            first_token=first_token,
+            finish_reason=finish_reason,
+        )
+    )
 
 
 def commit(finish_reason: FinishReason | None = None) -> Commit:
@@ -356,6 +365,14 @@ def test_what_the_router_knows_already_is_handed_back_at_once(d: Decoder) -> Non
     reset = Reset(attempt_id=attempt(), reason=ResetReason.REFUSED)
     back = to_router(handed_back(HandBackReason.SOURCE_REFUSED))
     assert d.source(reset) == [back, ABORT, CLOSE, READ_ENDED]
+
+
+def test_a_source_that_is_not_finite_is_not_repaired(d: Decoder) -> None:
+    d.reserve()
+    d.layers(0, 8, 0, 2)
+    d.done(0)
+    invalid = CommitFailed(attempt_id=attempt(), reason=FinishReason.INVALID_OUTPUT)
+    assert d.source(invalid) == [CLOSE, arrived(8, None, FinishReason.INVALID_OUTPUT)]
 
 
 def test_a_waiting_source_is_waited_for(d: Decoder) -> None:

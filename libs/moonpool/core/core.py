@@ -227,6 +227,10 @@ class Core:
             # Revoked while it arrived: this says as well that the reads have ended.
             self._scheduler.end_read(command.attempt_id)
             return
+        if command.finish_reason is FinishReason.INVALID_OUTPUT:
+            self._scheduler.admit(state, 0)
+            self._fail(state)
+            return
         num_tokens = self._num_usable_tokens(state, command)
         has_token = command.first_token is not None
         is_answered = has_token and command.finish_reason is not None

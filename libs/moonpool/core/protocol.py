@@ -108,7 +108,8 @@ class Arrived:
     attempt_id: AttemptId
     num_tokens: int
     first_token: int | None
-    #: Set if the source's first token already ended the answer.
+    #: Set if the source's first token already ended the answer, or INVALID_OUTPUT if its output was
+    #: not finite: then nothing that came from it stays.
     finish_reason: FinishReason | None = None
 
 

@@ -14,7 +14,8 @@ Rules
   outstanding; or exactly one `ReadEnded` after its end, when none is. Until then its blocks are not
   freed: the transport may still write them.
 - The stream stays open until the last read has ended, since it is the lease on the source's blocks.
-- A lost source is not an error: the core repairs a short rest itself and hands a long one back.
+- A lost source is not an error: the core repairs a short rest itself and hands a long one back. But
+  one whose output is not finite ends the request: nothing that was read of it may be used.
 
 Life of one attempt
 
@@ -103,6 +104,7 @@ from moonpool.handoff.messages import (
     WorkerMessage,
 )
 from moonpool.ids import AttemptId, RequestId, WorkerKey
+from moonpool.inference.output import FinishReason
 
 #: Resets after which the router has been or will be told by the source: not worth a repair.
 _ROUTER_KNOWS = frozenset({ResetReason.REFUSED, ResetReason.ABORTED, ResetReason.SUPERSEDED})
@@ -138,8 +140,8 @@ class _Handoff:
     num_told_tokens: int = 0
     commit: Commit | None = None
     is_source_lost: bool = False
-    #: The source gave up for a reason that is nobody's fault.
-    is_no_fault: bool = False
+    #: Why the source failed the commit, if it did.
+    failure: HandBackReason | FinishReason | None = None
     #: What the source did not have to compute; None until it said so.
     num_source_cached_tokens: int | None = None
 
@@ -159,7 +161,7 @@ class _Handoff:
             self.num_told_tokens,
             self.commit,
             self.is_source_lost,
-            self.is_no_fault,
+            self.failure,
             self.num_source_cached_tokens,
         )
 
@@ -396,7 +398,7 @@ class DecodeHandoffs:
         )
 
     def _on_handed_back(self, handoff: _Handoff, reply: HandedBack, now: float) -> None:
-        if handoff.is_no_fault and reply.reason in (
+        if handoff.failure in _NO_FAULT and reply.reason in (
             HandBackReason.SOURCE_LOST,
             HandBackReason.TOO_LONG_TO_REPAIR,
         ):
@@ -433,7 +435,7 @@ class DecodeHandoffs:
                 handoff.num_source_cached_tokens = message.num_cached_tokens
                 self._admit_if_arrived(handoff)
             case CommitFailed(reason=reason):
-                handoff.is_no_fault = reason in _NO_FAULT
+                handoff.failure = reason
                 self._lose_source(handoff)
             case Reset(reason=reason) if reason in _ROUTER_KNOWS:
                 self._to_router(
@@ -521,12 +523,15 @@ class DecodeHandoffs:
             return False
         self._close_stream(handoff)
         commit = handoff.commit
+        finish_reason = commit.finish_reason if commit is not None else None
+        if handoff.failure is FinishReason.INVALID_OUTPUT:
+            finish_reason = handoff.failure
         self._command(
             Arrived(
                 attempt_id=handoff.attempt_id,
                 num_tokens=handoff.arrival.num_verified_tokens,
                 first_token=commit.first_token if commit is not None else None,
-                finish_reason=commit.finish_reason if commit is not None else None,
+                finish_reason=finish_reason,
             )
         )
         handoff.arrival = None

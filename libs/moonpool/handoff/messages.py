@@ -194,7 +194,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFailed:
-    """The source gave the prefill up; what was announced and read is still good."""
+    """The source gave the prefill up.
+
+    What was announced and read is still good, unless the reason is INVALID_OUTPUT.
+    """
 
     attempt_id: AttemptId
     reason: HandBackReason | FinishReason
