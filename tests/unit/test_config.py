@@ -16,7 +16,7 @@ from moonpool.config.process import (
     worker_configs,
     write_document,
 )
-from moonpool.config.schema import ClusterConfig
+from moonpool.config.schema import ClusterConfig, default_data_dir
 from moonpool.config.secret import load_or_create_secret
 from moonpool.config.values import format_size, parse_cpus, parse_size
 from moonpool.errors import ConfigError
@@ -266,3 +266,9 @@ def test_sizes_and_cpus_have_one_spelling() -> None:
     for bad in ("x", "1-", "-1", "3-1", "0-4096"):
         with pytest.raises(ValueError, match="CPU numbers"):
             parse_cpus(bad)
+
+
+def test_where_the_data_lies() -> None:
+    assert default_data_dir({"MOONPOOL_HOME": "/a", "XDG_DATA_HOME": "/b"}) == Path("/a")
+    assert default_data_dir({"XDG_DATA_HOME": "/b"}) == Path("/b/moonpool")
+    assert default_data_dir({}) == Path.home() / ".local/share/moonpool"

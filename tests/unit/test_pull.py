@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.errors import ModelError
-from moonpool.hub.data_dir import atomic_write, default_data_dir
+from moonpool.hub.data_dir import atomic_write
 from moonpool.hub.manifest import (
     CONVERTER_VERSION,
     Manifest,
@@ -97,9 +97,3 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with atomic_write(path) as file:
         file.write(b"all")
     assert path.read_bytes() == b"all"
-
-
-def test_where_the_data_lies() -> None:
-    assert default_data_dir({"MOONPOOL_HOME": "/a", "XDG_DATA_HOME": "/b"}) == Path("/a")
-    assert default_data_dir({"XDG_DATA_HOME": "/b"}) == Path("/b/moonpool")
-    assert default_data_dir({}) == Path.home() / ".local/share/moonpool"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.cluster.run_file import running_clusters
+from moonpool.config.schema import default_data_dir
 from moonpool.config.secret import FILE_NAME, load_or_create_secret
 from moonpool.errors import ConfigError, UnavailableError
-from moonpool.hub.data_dir import default_data_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

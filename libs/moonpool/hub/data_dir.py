@@ -1,23 +1,14 @@
-"""Where Moonpool keeps models, and how a file gets there whole or not at all."""
+"""How a file gets into the data directory: whole or not at all, made by one process at a time."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
-
-
-def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """`$MOONPOOL_HOME`, else `$XDG_DATA_HOME/moonpool`, else `~/.local/share/moonpool`."""
-    if home := environ.get("MOONPOOL_HOME"):
-        return Path(home).expanduser()
-    if xdg := environ.get("XDG_DATA_HOME"):
-        return Path(xdg).expanduser() / "moonpool"
-    return Path("~/.local/share/moonpool").expanduser()
 
 
 @contextmanager

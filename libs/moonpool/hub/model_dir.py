@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from moonpool.config.schema import default_data_dir
 from moonpool.errors import ModelError
-from moonpool.hub.data_dir import atomic_write, default_data_dir, exclusive
+from moonpool.hub.data_dir import atomic_write, exclusive
 from moonpool.hub.gguf_convert import convert_gguf
 from moonpool.hub.manifest import read_manifest
 from moonpool.hub.model_config import ModelConfig, read_json, read_model_config
