@@ -17,6 +17,8 @@ Rules
 - A block enters the cache when its KV is written and verified and all its tokens are final. The block
   of the last prompt token waits for the first token as well: whoever lacks that computes the block
   again, which nobody else may be using then.
+- Output that is not finite takes the whole chain that it stands on out of the cache, wherever in it
+  the fault lies: without that every later request with this prefix would fail.
 
 Life of an attempt: see core/protocol.py for what is said, sched/request.py for the states.
 """

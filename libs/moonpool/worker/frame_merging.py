@@ -13,8 +13,6 @@ from moonpool.core.protocol import (
 )
 from moonpool.wire.engine_messages import TimedFrame
 
-#: Far above the longest prompt; a length beyond it means that the stream is out of step.
-
 
 def merge_frames(waiting: list[TimedFrame], newest: TimedFrame) -> None:
     """Add a frame to those that could not be sent yet; in place.
