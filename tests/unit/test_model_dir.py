@@ -52,6 +52,19 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(tiny: Path, home:
     assert resolve(str(tiny), data_dir=home).fingerprint != first
 
 
+def test_a_foreign_directorys_own_claims_are_not_believed(tiny: Path, home: Path) -> None:
+    source = tiny.parent / "tiny.gguf"
+    write_gguf(source, tiny, TinyLlama())
+    converted = resolve(str(source), data_dir=home)
+    # Copied out and tuned further: other weights of the same size, beside the old manifest.
+    tuned = tiny.parent / "tuned"
+    shutil.copytree(converted.path, tuned)
+    assert resolve(str(tuned), data_dir=home).fingerprint == converted.fingerprint
+    weights = tuned / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert resolve(str(tuned), data_dir=home).fingerprint != converted.fingerprint
+
+
 def test_hashes_are_read_once(tiny: Path, home: Path) -> None:
     first = resolve(str(tiny), data_dir=home)
     # Unreadable weights of the same size and time: only a remembered hash can still answer.

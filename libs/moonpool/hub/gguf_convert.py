@@ -165,6 +165,9 @@ def _config(
         raise ModelError(
             f"GGUF architecture {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
         )
+    embedding = shapes.get("model.embed_tokens.weight")
+    if embedding is None:
+        raise ModelError("the GGUF file lacks the tensor token_embd.weight")
     num_heads = int(meta.require(f"{kind}.attention.head_count"))
     hidden_size = int(meta.require(f"{kind}.embedding_length"))
     head_dim = int(meta.get(f"{kind}.attention.key_length", hidden_size // num_heads))
@@ -181,7 +184,7 @@ def _config(
         "num_attention_heads": num_heads,
         "num_key_value_heads": int(meta.get(f"{kind}.attention.head_count_kv", num_heads)),
         "head_dim": head_dim,
-        "vocab_size": shapes["model.embed_tokens.weight"][0],
+        "vocab_size": embedding[0],
         "max_position_embeddings": int(meta.require(f"{kind}.context_length")),
         "rope_theta": float(meta.get(f"{kind}.rope.freq_base", 10_000.0)),
         # The file holds a float32; its shortest decimal form is the number that was meant.

