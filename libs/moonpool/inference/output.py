@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class FinishReason(enum.StrEnum):
@@ -31,3 +31,14 @@ class TokenRun:
     @property
     def end_position(self) -> int:
         return self.first_position + len(self.token_ids)
+
+    def joined(self, later: TokenRun) -> TokenRun:
+        """This run and `later`, which goes on where it ends, as one run of the same choice."""
+        assert (self.end_position, self.choice) == (later.first_position, later.choice), (
+            self,
+            later,
+        )
+        assert self.finish_reason is None, (self, later)
+        return replace(
+            self, token_ids=self.token_ids + later.token_ids, finish_reason=later.finish_reason
+        )

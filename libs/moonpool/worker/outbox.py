@@ -71,11 +71,4 @@ class RouterOutbox:
 
 def _joined(earlier: WorkerMessage, later: TokensReady) -> TokensReady:
     assert isinstance(earlier, TokensReady), earlier
-    first, second = earlier.run, later.run
-    assert first.end_position == second.first_position, (earlier, later)
-    run = replace(
-        first,
-        token_ids=first.token_ids + second.token_ids,
-        finish_reason=second.finish_reason,
-    )
-    return replace(earlier, run=run)
+    return replace(earlier, run=earlier.run.joined(later.run))
