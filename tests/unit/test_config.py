@@ -127,6 +127,10 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         ("[worker]\nhost = '0.0.0.0'", "set advertise_host"),
         ("[worker]\ntransports = ['shm', 'shm']", "each may be named once"),
         ("[worker]\nmax_num_batched_tokens = 2", "allowed is at most max_num_batched_tokens = 2"),
+        (
+            "[worker]\nmax_num_batched_tokens = 15\nmax_num_seqs = 1",
+            "max_num_batched_tokens = 15: allowed is at least block_size = 16",
+        ),
         ("failpoints = 'x=kill'", "allowed only with unsafe_failpoints"),
         ("[nats]\nurl = 'http://x'", "nats.url = 'http://x' (cluster.toml): allowed are urls like"),
         ("model = ", "cluster.toml: "),

@@ -169,6 +169,11 @@ class WorkerSettings(Section):
                 f"max_num_seqs = {self.max_num_seqs}: allowed is at most max_num_batched_tokens "
                 f"= {self.max_num_batched_tokens}, since each running request takes a token a step"
             )
+        if self.max_num_batched_tokens < self.block_size:
+            raise ValueError(
+                f"max_num_batched_tokens = {self.max_num_batched_tokens}: allowed is at least "
+                f"block_size = {self.block_size}, since a chunk of a prompt ends on a block's edge"
+            )
         return self
 
 
