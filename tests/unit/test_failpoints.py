@@ -29,18 +29,17 @@ def test_they_are_refused_unless_allowed() -> None:
 
 
 def test_hits_are_counted_and_values_compared() -> None:
-    failpoints = parse("transport.read=flip@2; prefill.after_layer(3)=drop@2")
-    assert [failpoints.hit("transport.read") for _ in range(3)] == [None, "flip", None]
-    layers = [0, 3, 1, 3, 3]
-    assert [failpoints.hit("prefill.after_layer", layer) for layer in layers] == [
-        None, None, None, "drop", None,
+    failpoints = parse("transport.read(3)=drop@2; transport.read=flip@5")
+    values = [0, 3, 1, 3, 3]
+    assert [failpoints.hit("transport.read", value) for value in values] == [
+        None, None, None, "drop", "flip",
     ]  # fmt: skip
     assert failpoints.hit("decode.after_read") is None
 
 
 def test_without_a_count_each_hit_acts() -> None:
-    failpoints = parse("transport.read=refuse")
-    assert [failpoints.hit("transport.read") for _ in range(2)] == ["refuse", "refuse"]
+    failpoints = parse("transport.read=drop")
+    assert [failpoints.hit("transport.read") for _ in range(2)] == ["drop", "drop"]
 
 
 def test_error_raises_like_a_bug() -> None:
@@ -63,7 +62,8 @@ def test_once_is_once_for_all_processes(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ("transport.reed=flip", "did you mean transport.read"),
-        ("transport.read=explode", "allowed are kill, exit, error, sleep, flip"),
+        ("transport.read=explode", "are kill, exit, error, sleep, flip, drop"),
+        ("decode.after_token=flip", "allowed at decode.after_token are kill, exit, error, sleep$"),
         ("transport.read", "is no rule"),
         ("transport.read=sleep:soon", "needs milliseconds"),
         ("transport.read=exit:no", "needs an exit code"),

@@ -6,7 +6,7 @@ Grammar, rules separated by `;`:
 
     prefill.after_layer(3)=kill       SIGKILL for this process when layer 3 is done
     decode.after_token=kill@5         at the fifth hit
-    transport.read=flip@1             the place itself damages what it holds (flip, drop, refuse)
+    transport.read=flip@1             the place itself damages what it holds (flip, drop)
     engine.after_step=sleep:200       blocks the calling thread for 200 ms at each hit
     router.after_token=error:boom     raises FailpointError
     engine.after_step=exit:3          ends the process without clean-up
@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from moonpool.errors import ConfigError
-from moonpool.failpoints.places import PLACES
+from moonpool.failpoints.places import ACTIONS_BY_PLACE, PLACES
 
-#: Actions that end, stop or raise here, and those that the place carries out itself.
+#: Actions that end, stop or raise here, at any place.
 OWN_ACTIONS = ("kill", "exit", "error", "sleep")
-PLACE_ACTIONS = ("flip", "drop", "refuse")
 
 _RULE = re.compile(
     r"(?P<place>[a-z_.]+)(?:\((?P<value>-?\d+)\))?"
@@ -56,6 +55,13 @@ class _Rule:
     nth: int | None
     once_file: Path | None
     num_hits: int = 0
+
+    def is_due(self, value: int | None) -> bool:
+        """Count a hit with `value`; True if the rule acts at it."""
+        if self.value is not None and self.value != value:
+            return False
+        self.num_hits += 1
+        return self.nth is None or self.num_hits == self.nth
 
 
 class Failpoints:
@@ -100,19 +106,16 @@ class Failpoints:
         """Pass a place: act if a rule says so.
 
         Returns:
-            The action that the place must carry out itself (`flip`, `drop`, `refuse`), or None.
+            The action that the place must carry out itself (`flip`, `drop`), or None.
 
         Raises:
             FailpointError: The rule says `error`.
         """
         if not self._rules:
             return None
-        for rule in self._rules.get(place, ()):
-            if rule.value is not None and rule.value != value:
-                continue
-            rule.num_hits += 1
-            if rule.nth is not None and rule.num_hits != rule.nth:
-                continue
+        # Every rule counts the hit, also those after one that raises or has its place act.
+        due = [rule for rule in self._rules.get(place, ()) if rule.is_due(value)]
+        for rule in due:
             if rule.once_file is not None and not _claim(rule.once_file):
                 continue
             result = _act(rule)
@@ -134,10 +137,11 @@ def _parse_rule(text: str, state_dir: Path | None) -> tuple[str, _Rule]:
         raise ConfigError(
             f"failpoints: there is no place {place!r}; {hint}allowed are {', '.join(sorted(PLACES))}"
         )
-    if action not in (*OWN_ACTIONS, *PLACE_ACTIONS):
+    allowed = (*OWN_ACTIONS, *ACTIONS_BY_PLACE.get(place, ()))
+    if action not in allowed:
         raise ConfigError(
-            f"failpoints: {action!r} in {text!r} is no action; allowed are "
-            f"{', '.join((*OWN_ACTIONS, *PLACE_ACTIONS))}"
+            f"failpoints: {action!r} in {text!r} is no action; allowed at {place} are "
+            f"{', '.join(allowed)}"
         )
     if (action == "sleep" or (action == "exit" and argument)) and not argument.isdigit():
         what = "milliseconds" if action == "sleep" else "an exit code"

@@ -17,3 +17,6 @@ PLACES = {
     "router.before_dispatch": "router: an attempt is placed, nothing is sent",
     "router.after_token": "router: tokens of a request have come; value: the last position",
 }
+
+#: Actions that a place carries out itself; a rule that names another one there is refused.
+ACTIONS_BY_PLACE = {"transport.read": ("flip", "drop")}
