@@ -81,7 +81,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Build the library into the package, where native/library.py looks for it."""
+    """Build the library into the package, where native/loading.py looks for it."""
     compiler = find_compiler()
     if compiler is None:
         sys.stderr.write("no C compiler: set CC or install cc\n")

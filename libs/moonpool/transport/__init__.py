@@ -4,7 +4,8 @@
     shm           a peer on this host: copies out of its memory, mapped read-only
     grpc_reader   any peer: a stream of raw bytes; grpc_server is its other end
     select        which transport to take for a peer, announced
-    copy_thread   where copies and digests run: off the event loop
+    incoming      one read whose bytes come as messages
+    copier        where copies and digests run: off the event loop
 
 A reader only ever writes its own memory. It trusts no byte before the digest of its own copy matches.
 """

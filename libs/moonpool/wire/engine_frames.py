@@ -55,8 +55,6 @@ from moonpool.wire.engine_structs import (
 )
 
 #: Far above the longest prompt; a length beyond it means that the stream is out of step.
-
-#: Far above the longest prompt; a length beyond it means that the stream is out of step.
 MAX_FRAME_BYTES = 64 << 20
 
 _LENGTH = struct.Struct("<I")

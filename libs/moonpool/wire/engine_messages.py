@@ -12,8 +12,6 @@ from moonpool.core.protocol import (
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvDtype, KvLayout
 
-#: Far above the longest prompt; a length beyond it means that the stream is out of step.
-
 
 class EngineFrameError(RuntimeError):
     """The bytes are not a frame of ours: a bug, since both ends are ours."""

@@ -45,8 +45,6 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
 from moonpool.wire.engine_messages import EngineBoot, EngineFrameError, TimedFrame
 
-#: Far above the longest prompt; a length beyond it means that the stream is out of step.
-
 _IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 

@@ -51,12 +51,9 @@ def _merged_replies(older: Iterable[Reply], newer: Iterable[Reply]) -> tuple[Rep
         if isinstance(reply, TokensReady):
             index = place.get((reply.attempt_id, reply.run.choice))
             if index is not None:
-                replies[index] = _joined(replies[index], reply)
+                earlier = replies[index]
+                assert isinstance(earlier, TokensReady), earlier
+                replies[index] = replace(earlier, run=earlier.run.joined(reply.run))
                 continue
         replies.append(reply)
     return tuple(replies)
-
-
-def _joined(earlier: Reply, later: TokensReady) -> TokensReady:
-    assert isinstance(earlier, TokensReady), earlier
-    return replace(earlier, run=earlier.run.joined(later.run))

@@ -53,9 +53,11 @@ class RouterOutbox:
             self._ends.append(Report(message=message, is_prefill_side=is_prefill_side))
             return
         key = (message.attempt_id, message.run.choice, is_prefill_side)
-        earlier = self._tokens.get(key)
-        if earlier is not None:
-            message = _joined(earlier.message, message)
+        report = self._tokens.get(key)
+        if report is not None:
+            earlier = report.message
+            assert isinstance(earlier, TokensReady), earlier
+            message = replace(earlier, run=earlier.run.joined(message.run))
         self._tokens[key] = Report(message=message, is_prefill_side=is_prefill_side)
 
     def take(self) -> OutboxContent:
@@ -67,8 +69,3 @@ class RouterOutbox:
         self._ends.clear()
         self._spans.clear()
         return content
-
-
-def _joined(earlier: WorkerMessage, later: TokensReady) -> TokensReady:
-    assert isinstance(earlier, TokensReady), earlier
-    return replace(earlier, run=earlier.run.joined(later.run))

@@ -21,7 +21,7 @@
 
 #define MP_EXPORT __attribute__((visibility("default")))
 
-/* Raised whenever a signature or a struct changes; native/library.py has the same number. */
+/* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
 #define MP_ABI_VERSION 3
 
 enum {
