@@ -44,7 +44,10 @@ class ControlPage(Protocol):
         ...
 
     def progress(self) -> Progress:
-        """The last published value; step 0 before the first step."""
+        """The last published value; step 0 before the first step.
+
+        What was read from the pool or the leaves before this call was not written by a later step.
+        """
         ...
 
     def started_ns(self) -> int:

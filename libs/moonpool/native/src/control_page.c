@@ -4,8 +4,10 @@
  *   word 0   progress     step << 16 | layers done, published with release order
  *   word 1   started_ns   CLOCK_MONOTONIC when the running step began, 0 while no step runs
  *
- * Progress is the only word that orders other memory: KV bytes and leaves that were written before
- * (step, layers) was published are visible to a reader that has seen it with acquire order.
+ * Progress is the only word that orders other memory, in both directions. KV bytes and leaves that were
+ * written before (step, layers) was published are visible to a reader that has seen it. And a reader that
+ * has read leaves and then still sees an earlier step has read nothing that a later one wrote: hence the
+ * two fences, which only processors that reorder stores, or loads, need.
  */
 #include "moonpool_native.h"
 
@@ -27,6 +29,8 @@ MP_EXPORT void mp_begin_step(void *page, uint64_t step, uint64_t now_ns)
 {
     atomic_store_explicit(word(page, STARTED_NS), now_ns, memory_order_relaxed);
     atomic_store_explicit(word(page, PROGRESS), step << 16, memory_order_release);
+    /* Before anything that this step writes. */
+    atomic_thread_fence(memory_order_release);
 }
 
 /* All that was written for layers [0, layers_done) of `step` may be read. */
@@ -43,6 +47,8 @@ MP_EXPORT void mp_end_step(void *page)
 
 MP_EXPORT uint64_t mp_progress(void *page)
 {
+    /* After everything that the caller has read. */
+    atomic_thread_fence(memory_order_acquire);
     return atomic_load_explicit(word(page, PROGRESS), memory_order_acquire);
 }
 
