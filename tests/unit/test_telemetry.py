@@ -14,7 +14,7 @@ from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.names import MetricKind
 from moonpool.telemetry.otlp import OtlpExport
-from moonpool.telemetry.spans import Span, SpanBuffer, SpanContext, Tracer, TraceRing
+from moonpool.telemetry.spans import Span, SpanContext, Tracer, TraceRing
 from moonpool.wire.spans import span_from_pb, span_to_pb
 
 
@@ -99,21 +99,6 @@ def test_a_span_survives_the_wire() -> None:
     span.end()
     wire = pb.SpanReport.FromString(span_to_pb(ended[0]).SerializeToString())
     assert span_from_pb(wire) == ended[0]
-
-
-def test_a_buffer_gives_each_trace_once_and_is_bounded() -> None:
-    buffer = SpanBuffer(max_traces=2, max_spans_per_trace=2)
-    tracer = Tracer(clock=ManualClock(), sink=buffer.add, process="w", rng=random.Random(1))
-    roots = [tracer.start("decode") for _ in range(3)]
-    for root in roots:
-        for _ in range(2):
-            tracer.start("kv.transfer", parent=root.context).end()
-        root.end()
-    assert buffer.num_dropped == 3 + 2
-    assert buffer.take(roots[0].traceparent) == ()
-    assert [span.name for span in buffer.take(roots[2].traceparent)] == ["kv.transfer"] * 2
-    assert buffer.take(roots[2].traceparent) == ()
-    assert buffer.take("") == ()
 
 
 def test_a_ring_keeps_the_last_requests() -> None:

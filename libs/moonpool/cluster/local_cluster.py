@@ -172,10 +172,6 @@ class LocalCluster:
         await self._nats.kill()
         self._on_event(PartEvent(part=NATS, state=PartState.STOPPED))
 
-    async def restart_nats(self) -> None:
-        await self.kill_nats()
-        await self.start_nats()
-
     def start_router(self) -> None:
         self._start_part(self._router_spec())
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from moonpool.cluster.process import read_stat
+
 FILE_NAME = "cluster.json"
 
 
@@ -69,9 +71,5 @@ def running_clusters(data_dir: Path) -> tuple[RunFile, ...]:
 
 def process_start_ticks(pid: int) -> int:
     """When a process began, in clock ticks since boot; -1 if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return -1
-    # pid (name) state ...: the name may hold spaces and parentheses. Field 22 is the start.
-    return int(stat[stat.rindex(")") + 2 :].split()[19])
+    stat = read_stat(pid)
+    return stat.start_ticks if stat is not None else -1

@@ -1,8 +1,8 @@
 """Spans: what happened to one request, where and when. Light enough to be always on.
 
 A span is opened with `Tracer.start`, given attributes and events, and ended once; then it is a frozen
-Span in the tracer's sink. Workers keep a request's spans in a SpanBuffer until its last frame takes
-them to the router; a router keeps the last requests' in a TraceRing and passes them to an exporter.
+Span in the tracer's sink. Workers make theirs when an attempt ends and send them with its last report;
+a router keeps the last requests' in a TraceRing and passes them to an exporter.
 There are no spans per token.
 
 Context is W3C's traceparent: a field of each request message, metadata on calls and handoff streams.
@@ -25,7 +25,6 @@ __all__ = [
     "AttributeValue",
     "OpenSpan",
     "Span",
-    "SpanBuffer",
     "SpanContext",
     "SpanEvent",
     "TraceRing",
@@ -188,34 +187,6 @@ class Tracer:
         return f"{self._rng.getrandbits(num_bits) or 1:0{num_bits // 4}x}"
 
 
-class SpanBuffer:
-    """A worker's closed spans until they leave with a request's last report.
-
-    Bounded: a trace that nobody takes makes room for later ones.
-    """
-
-    def __init__(self, *, max_traces: int = 1_024, max_spans_per_trace: int = 64) -> None:
-        self._max_traces = max_traces
-        self._max_spans_per_trace = max_spans_per_trace
-        self._spans: OrderedDict[str, list[Span]] = OrderedDict()
-        self.num_dropped = 0
-
-    def add(self, span: Span) -> None:
-        spans = self._spans.setdefault(span.trace_id, [])
-        if len(spans) >= self._max_spans_per_trace:
-            self.num_dropped += 1
-            return
-        spans.append(span)
-        while len(self._spans) > self._max_traces:
-            _, dropped = self._spans.popitem(last=False)
-            self.num_dropped += len(dropped)
-
-    def take(self, traceparent: str) -> tuple[Span, ...]:
-        """The spans of a request's trace, which are then gone from here."""
-        context = SpanContext.parse(traceparent)
-        return tuple(self._spans.pop(context.trace_id, ())) if context is not None else ()
-
-
 @dataclass(slots=True)
 class _KeptTrace:
     request_id: str
@@ -226,7 +197,7 @@ class TraceRing:
     """The traces of the last requests, by request id; the oldest goes first.
 
     Args:
-        export: Gets each span of a known trace as well; must not block.
+        export: Gets every span, kept or not; must not block.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ from moonpool.errors import MoonpoolError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.messages import RouterMessage
 from moonpool.ids import RequestId, WorkerKey
-from moonpool.kv.block_hash import ModelNamespace
 from moonpool.routing.selector import Selection
 from moonpool.routing.worker_view import WorkerInfo
 from moonpool.telemetry import names
@@ -250,11 +249,6 @@ class DispatchLoop:
             (hello.max_model_len for hello in self._hellos.values() if hello.role.can_decode),
             default=None,
         )
-
-    @property
-    def hello_namespace(self) -> ModelNamespace | None:
-        """What to tell a worker of ours."""
-        return self._compatibility.namespace
 
     def members(self) -> tuple[Member, ...]:
         return self._membership.members()
