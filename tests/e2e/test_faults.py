@@ -27,6 +27,7 @@ from moonpool_loadtest.faults.scenarios import (
     PREFILL,
     Kill,
     run_boot_without_nats,
+    run_damage,
     run_disconnects,
     run_freeze,
     run_kill,
@@ -109,6 +110,10 @@ async def test_the_broker_dies_and_comes_back_under_load(lab: FaultLab) -> None:
 
 async def test_a_new_router_finds_the_workers(lab: FaultLab) -> None:
     check(await run_router_restart(lab))
+
+
+async def test_damaged_kv_is_recomputed(lab: FaultLab) -> None:
+    check(await run_damage(lab))
 
 
 async def test_clients_leave_at_every_stage(lab: FaultLab) -> None:

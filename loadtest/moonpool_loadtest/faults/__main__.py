@@ -29,6 +29,7 @@ from moonpool_loadtest.faults.scenarios import (
     decode_kills,
     prefill_kills,
     run_boot_without_nats,
+    run_damage,
     run_disconnects,
     run_freeze,
     run_kill,
@@ -77,11 +78,11 @@ def make_kills(*, num_layers: int) -> tuple[Kill, ...]:
 
 def sets_for(kills: Sequence[Kill], *, vocab_size: int) -> CaseSets:
     """As many requests as all scenarios take together."""
-    boot, plain, freezes, nats, router, stages = 1, 3, 2, 3, 1, 5
+    boot, plain, freezes, nats, router, damage, stages = 1, 3, 2, 3, 1, 1, 5
     leave_queue, leave_elsewhere = 4, 4
     return make_sets(
         LabSizes(vocab_size=vocab_size),
-        num_judged=boot + plain + len(kills) + freezes + nats + router + stages,
+        num_judged=boot + plain + len(kills) + freezes + nats + router + damage + stages,
         num_for_leavers=router + leave_queue + leave_elsewhere,
     )
 
@@ -102,6 +103,7 @@ async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) ->
         show(await run_freeze(lab, DECODE))
         show(await run_nats_restart(lab))
         show(await run_router_restart(lab))
+        show(await run_damage(lab))
         show(await run_disconnects(lab))
         return lab.reports
 

@@ -181,6 +181,20 @@ async def run_freeze(lab: FaultLab, target: str) -> FaultReport:
     )
 
 
+async def run_damage(lab: FaultLab) -> FaultReport:
+    """KV arrives wrong on one decode worker and not at all on the other: recomputed, never used."""
+    await lab.arm({DECODE: "transport.read=flip@2", DECODE_GRPC: "transport.read=drop@2"})
+    started = asyncio.get_running_loop().time()
+    outcomes = await lab.client.ask_all(lab.take())
+    problems = await lab.settle()
+    attempts = [outcome.done.placement.num_attempts for outcome in outcomes if outcome.done]
+    if attempts and max(attempts) == 1:
+        problems.append("nobody noticed the damage: every request took one attempt")
+    return lab.judge(
+        "KV damaged (shm) and lost (grpc) on its way", outcomes, problems=problems, started=started
+    )
+
+
 async def run_nats_restart(lab: FaultLab) -> FaultReport:
     """The broker dies under load, stays away, and comes back under load."""
     started = asyncio.get_running_loop().time()
