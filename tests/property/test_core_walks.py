@@ -3,19 +3,32 @@ reaches only seldom (preemption, revocation in all directions, hand-back) happen
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from moonpool.core.config import CoreConfig
-from moonpool.core.protocol import Abort, Arrived, BlocksArrived, ClearCache, ReadEnded, Release
-from moonpool.ids import AttemptId
-from support.core_cluster import CoreCluster, Tracked
+from moonpool.core.protocol import (
+    Abort,
+    Arrived,
+    BlocksArrived,
+    ClearCache,
+    Decode,
+    ReadEnded,
+    Release,
+    Reply,
+    TokensReady,
+)
+from moonpool.ids import AttemptId, RequestId
+from support.core_cluster import CoreCluster, Tracked, Worker
 from support.fake_runner import answer_alone
 from support.requests import make_request
 
 NUM_WORKERS = 2
 BLOCK_SIZE = 4
+#: Of requests whose output is not finite.
+BAD_SEED = 1
 
 
 def make_config(rng: random.Random) -> CoreConfig:
@@ -167,3 +180,40 @@ class Walk:
 @pytest.mark.parametrize("seed", range(30))
 def test_every_request_ends_with_the_tokens_it_has_alone(seed: int) -> None:
     Walk(seed).run(num_moves=250)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_output_that_is_not_finite_harms_nobody_else(seed: int) -> None:
+    """Some requests fail at their first token, in the midst of others that share their prefix."""
+    rng = random.Random(seed)
+    worker = Worker(dataclasses.replace(make_config(rng), max_num_seqs=8, max_queued_steps=50))
+    worker.runner._is_invalid = lambda row: (
+        row.sample is not None and row.sample.sampling.seed == BAD_SEED
+    )
+    requests = [
+        make_request(
+            f"r{number}",
+            prompt=[5] * rng.randint(1, 14) + [rng.randrange(3)],
+            max_tokens=rng.randint(1, 8),
+            arrival=rng.randrange(9),
+            seed=rng.choice([0, BAD_SEED]),
+        )
+        for number in range(40)
+    ]
+    replies: list[Reply] = []
+    for request in requests:
+        replies += worker.step(Decode(request=request, attempt=1, has_source=False)).replies
+        for _ in range(rng.randrange(3)):
+            replies += worker.step().replies
+    replies += worker.run_until_idle()
+    assert worker.core.ledger().is_quiet
+    answers: dict[RequestId, list[int]] = {}
+    for reply in replies:
+        if isinstance(reply, TokensReady):
+            answers.setdefault(reply.attempt_id.request_id, []).extend(reply.run.token_ids)
+    assert len(answers) > 10
+    for request in requests:
+        if request.request_id in answers:
+            alone, _ = answer_alone(request, max_model_len=40, eos_token_ids=(0,))
+            is_bad = request.sampling.seed == BAD_SEED
+            assert answers[request.request_id] == ([] if is_bad else alone)

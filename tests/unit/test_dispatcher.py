@@ -498,3 +498,6 @@ def test_a_fork_lives_on_its_own(r: Router) -> None:
     fork.validate()
     assert fork.key() != r.machine.key()
     assert r.tokens(D, 0, 50) == [emit(0, 50)]
+    fork = r.machine.fork()
+    assert r.tokens(D, 1, 51) == [emit(1, 51)]
+    assert fork.key() != r.machine.key()
