@@ -1,0 +1,105 @@
+"""How answers under faults are judged: what is wrong, what merely differs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moonpool.errors import UnavailableError
+from moonpool.ids import RequestId
+from moonpool.inference.generation import (
+    GenerationChunk,
+    GenerationDone,
+    PlacementSummary,
+    Timing,
+    Usage,
+)
+from moonpool.inference.output import FinishReason
+from moonpool_loadtest.faults.__main__ import make_kills, row, sets_for, verdict
+from moonpool_loadtest.faults.lab import FaultReport, LabSizes, make_sets
+from moonpool_loadtest.faults.workload import Case, Outcome, make_cases
+
+CASE = Case(name="c", prompt=(1, 2), max_tokens=3)
+
+
+def outcome(*token_ids: int, first_position: int = 0, num_counted: int | None = None) -> Outcome:
+    result = Outcome(case=CASE)
+    result.add(
+        GenerationChunk(
+            request_id=RequestId("r"), text="", token_ids=token_ids, first_position=first_position
+        )
+    )
+    result.done = GenerationDone(
+        request_id=RequestId("r"),
+        model="m",
+        finish_reason=FinishReason.LENGTH,
+        usage=Usage(
+            num_prompt_tokens=2,
+            num_completion_tokens=len(token_ids) if num_counted is None else num_counted,
+            num_cached_tokens=0,
+        ),
+        timing=Timing(ttft_ms=1.0),
+        placement=PlacementSummary(prefill_worker="", decode_worker="d", num_attempts=1, reason=""),
+    )
+    return result
+
+
+def test_an_equal_answer_has_no_difference() -> None:
+    assert outcome(7, 8, 9).problem == ""
+    assert outcome(7, 8, 9).first_difference([7, 8, 9]) is None
+
+
+@pytest.mark.parametrize(
+    ("got", "position"), [((7, 0, 9), 1), ((7, 8), 2), ((7, 8, 9, 9), 3), ((), 0)]
+)
+def test_the_first_difference_is_named(got: tuple[int, ...], position: int) -> None:
+    assert outcome(*got).first_difference([7, 8, 9]) == position
+
+
+def test_gaps_wrong_usage_errors_and_missing_ends_are_problems() -> None:
+    assert "out of order" in outcome(7, first_position=1).problem
+    assert "usage counts 2" in outcome(7, num_counted=2).problem
+    failed = Outcome(case=CASE, error=UnavailableError("gone"))
+    assert "gone" in failed.problem
+    assert "without an end" in Outcome(case=CASE).problem
+
+
+def report(*, num_requests: int, differing: int = 0, problems: int = 0) -> FaultReport:
+    return FaultReport(
+        fault="f",
+        num_requests=num_requests,
+        num_equal=num_requests - differing - problems,
+        differing=("x@1",) * differing,
+        problems=("p",) * problems,
+        duration_s=1.0,
+    )
+
+
+def test_one_near_tie_in_fifty_is_excused_in_float32_and_any_in_bfloat16() -> None:
+    assert verdict([report(num_requests=50, differing=1)], dtype="float32")[0]
+    assert not verdict([report(num_requests=49, differing=1)], dtype="float32")[0]
+    assert verdict([report(num_requests=4, differing=4)], dtype="bfloat16")[0]
+    assert not verdict([report(num_requests=50, problems=1)], dtype="bfloat16")[0]
+    assert "WRONG: p" in row(report(num_requests=4, problems=1))
+
+
+def test_no_two_prompts_share_their_first_block() -> None:
+    sets = make_sets(LabSizes(vocab_size=320), num_judged=30, num_for_leavers=9)
+    prompts = [case.prompt[:16] for cases in (*sets.judged, *sets.for_leavers) for case in cases]
+    assert len(set(prompts)) == len(prompts)
+    assert len({case.name for case in sets.judged_cases}) == len(sets.judged_cases)
+
+
+def test_cases_alternate_greedy_and_seeded_and_are_the_same_each_time() -> None:
+    first, second = (
+        make_cases(vocab_size=99, prompt_lengths=(5, 6), max_tokens=2, rng=random.Random(1))
+        for _ in range(2)
+    )
+    assert first == second
+    assert [case.seed is None for case in first] == [True, False]
+
+
+def test_the_whole_run_has_fifty_requests_at_least() -> None:
+    sets = sets_for(make_kills(num_layers=30), vocab_size=320)
+    assert len(sets.judged_cases) >= 50
