@@ -113,6 +113,17 @@ async def test_stopping_in_the_middle_of_a_start_leaves_nothing(tmp_path: Path) 
     assert not part.process.is_running
 
 
+async def test_a_stop_does_not_wait_for_the_next_start(tmp_path: Path) -> None:
+    restart = RestartPolicy(min_pause_s=60.0, max_pause_s=60.0)
+    async with asyncio.timeout(30), supervised(tmp_path, restart=restart) as part:
+        await part.wait_ready(timeout_s=20)
+        await part.kill()
+        await eventually(
+            lambda: part.state is PartState.CRASHED, timeout_s=10, what="the pause before the next"
+        )
+    assert (part.state, part.num_starts) == (PartState.STOPPED, 1)
+
+
 async def test_force_ends_it_for_good(tmp_path: Path) -> None:
     async with supervised(tmp_path) as part:
         await part.wait_ready(timeout_s=30)

@@ -12,6 +12,7 @@ A part that ends on its own has crashed whatever its exit status: services end o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
 import sys
@@ -85,7 +86,8 @@ class Part:
         self._state = PartState.STOPPED
         self._process: ChildProcess | None = None
         self._report: ReadyReport | None = None
-        self._is_wanted = True
+        #: No other life is wanted.
+        self._stopped = asyncio.Event()
         self._changed = asyncio.Condition()
         self._detail = ""
         self._next_failpoints = ""
@@ -126,10 +128,10 @@ class Part:
         """Start it, watch it, start it again; returns when it is stopped or has failed."""
         pause_s = self._restart.min_pause_s
         loop = asyncio.get_running_loop()
-        while self._is_wanted:
+        while not self._stopped.is_set():
             started = loop.time()
             error = await self._live_once()
-            if not self._is_wanted:
+            if self._stopped.is_set():
                 break
             never_listened = self.num_starts == 1 and self._report is None
             if never_listened or not self._restart.is_enabled:
@@ -138,7 +140,9 @@ class Part:
             await self._set(PartState.CRASHED, error)
             if loop.time() - started >= self._restart.healthy_after_s:
                 pause_s = self._restart.min_pause_s
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopped.wait()
             pause_s = min(pause_s * 2, self._restart.max_pause_s)
         await self._set(PartState.STOPPED, "")
 
@@ -171,7 +175,7 @@ class Part:
 
     async def stop(self, *, timeout_s: float) -> None:
         """SIGTERM, wait for the drain, SIGKILL after `timeout_s`. Idempotent."""
-        self._is_wanted = False
+        self._stopped.set()
         if self._process is not None:
             await self._process.stop(timeout_s=timeout_s)
 
@@ -182,7 +186,7 @@ class Part:
 
     def force(self) -> None:
         """SIGKILL without waiting, and no other life."""
-        self._is_wanted = False
+        self._stopped.set()
         if self._process is not None:
             self._process.kill_now()
 
@@ -194,13 +198,13 @@ class Part:
         pipe = ReadyPipe()
         try:
             self._process = await self._spawn(pipe)
-            if not self._is_wanted:
+            if self._stopped.is_set():
                 await self._process.kill()
                 return "stopped while it started"
             try:
                 self._report = await pipe.wait(deadline_s=self._ready_timeout_s)
             except UnavailableError as error:
-                if self._is_wanted:
+                if not self._stopped.is_set():
                     await self._process.kill()
                 return f"{error.message} {self._log_tail()}"
         finally:

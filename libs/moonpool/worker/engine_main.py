@@ -4,8 +4,8 @@ The only importer of torch and moonpool.engine outside of the engine itself.
 
 Life
   1. Bind this life to the service's (death signal now, end of file later).
-  2. Boot message; CPU affinity and threads; map the shared memory; EngineMapped.
-  3. Load the model; EngineReady, or EngineFailed with the reason and exit status 1.
+  2. Boot message; map the shared memory; EngineMapped.
+  3. CPU affinity; load the model; EngineReady, or EngineFailed with the reason and exit status 1.
   4. engine_loop until the service closes its end.
 """
 
@@ -25,7 +25,7 @@ from moonpool.clock import SystemClock
 from moonpool.config.schema import TelemetrySettings
 from moonpool.core.core import Core
 from moonpool.engine.runner import load_runner
-from moonpool.errors import MoonpoolError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.failpoints import Failpoints
 from moonpool.hub.model_dir import open_model_dir
 from moonpool.memory.worker_memory import WorkerMemory, WorkerMemoryFds
@@ -61,8 +61,6 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
         TelemetrySettings.model_validate({"log_level": boot.log_level}),
         process_name=f"{boot.worker_id}/engine",
     )
-    if boot.cpu_affinity:
-        os.sched_setaffinity(0, boot.cpu_affinity)
     fds = WorkerMemoryFds(
         pool=boot.pool_fd, leaves=boot.leaves_fd, control=boot.control_fd, bell=boot.bell_fd
     )
@@ -71,6 +69,7 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
 
     started = time.monotonic()
     try:
+        _pin(boot.cpu_affinity)
         # The service has checked that they are allowed.
         failpoints = Failpoints.parse(
             boot.failpoints, is_allowed=True, state_dir=Path(boot.data_dir)
@@ -110,6 +109,20 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
         failpoints=failpoints,
     )
     return 0
+
+
+def _pin(cpus: tuple[int, ...]) -> None:
+    """Bind this process to `cpus`; empty for no binding."""
+    if not cpus:
+        return
+    available = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        raise ConfigError(
+            f"engine_cpus = {', '.join(map(str, cpus))}: this process may run on "
+            f"{', '.join(map(str, sorted(available)))}"
+        ) from error
 
 
 if __name__ == "__main__":
