@@ -45,6 +45,18 @@ class Metrics:
         assert isinstance(instrument, prometheus.Histogram), metric
         instrument.observe(value)
 
+    def counter(self, metric: Metric, **labels: str) -> prometheus.Counter:
+        """A counter with its labels bound: for what is counted per token."""
+        instrument = self._child(metric, labels)
+        assert isinstance(instrument, prometheus.Counter), metric
+        return instrument
+
+    def histogram(self, metric: Metric, **labels: str) -> prometheus.Histogram:
+        """A histogram with its labels bound: for what is observed per token."""
+        instrument = self._child(metric, labels)
+        assert isinstance(instrument, prometheus.Histogram), metric
+        return instrument
+
     def value(self, metric: Metric, **labels: str) -> float:
         """A counter's or gauge's value, 0 if it has never been touched; a histogram's count."""
         suffix = "_count" if metric.kind is MetricKind.HISTOGRAM else ""

@@ -56,6 +56,9 @@ class RouterBooks:
     def __init__(self, metrics: Metrics, *, model: str) -> None:
         self._metrics = metrics
         self._model = model
+        # Bound once: these two are used per token.
+        self._generation_tokens = metrics.counter(names.GENERATION_TOKENS, model=model)
+        self._itl = metrics.histogram(names.ITL, model=model)
         self._worker_states: set[tuple[str, str]] = set()
 
     @property
@@ -74,10 +77,10 @@ class RouterBooks:
 
     def tokens(self, num_tokens: int, *, gap_s: float | None) -> None:
         """Tokens of one request came, `gap_s` after those before; None for the first."""
-        self._metrics.count(names.GENERATION_TOKENS, num_tokens, model=self._model)
+        self._generation_tokens.inc(num_tokens)
         if gap_s is not None:
             for _ in range(num_tokens):
-                self._metrics.observe(names.ITL, gap_s / num_tokens, model=self._model)
+                self._itl.observe(gap_s / num_tokens)
 
     def done(self, done: GenerationDone, *, endpoint: str, duration_s: float) -> None:
         """A request ended well."""
