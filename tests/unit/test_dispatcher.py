@@ -274,6 +274,14 @@ def test_a_refused_request_is_tried_again_after_a_while(r: Router) -> None:
     assert r.at(1.0) == sent(2, deadline_s=59.0)
 
 
+def test_any_event_notices_that_a_refusals_time_is_over(r: Router) -> None:
+    """The timer may be late: what it would have done is done by whatever comes first."""
+    r.arrive()
+    r.refuse(D, RefuseReason.NO_BLOCKS)
+    r.now = 1.0
+    assert r(RequestCancelled(request_id=RequestId("unknown"))) == sent(2, deadline_s=59.0)
+
+
 def test_a_full_prefill_worker_is_not_the_end(r: Router) -> None:
     r.arrive()
     assert r.refuse(P, RefuseReason.QUEUE_FULL) == [abort(D)]

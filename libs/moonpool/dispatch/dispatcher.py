@@ -170,8 +170,6 @@ class Dispatcher:
             request = self._requests.get(request_id)
             if request is not None:
                 self._on_deadline(request)
-        if self._fleet.expire(now):
-            self._may_place = True
         return self._finish_turn(now)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -626,6 +624,8 @@ class Dispatcher:
     # -- plumbing --
 
     def _finish_turn(self, now: float) -> list[DispatchEffect]:
+        if self._queue and self._fleet.expire(now):
+            self._may_place = True
         if self._may_place:
             self._may_place = False
             self._place_queued(now)
