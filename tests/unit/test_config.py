@@ -231,6 +231,18 @@ def test_documents_come_back_as_they_were(tmp_path: Path) -> None:
         read_document(str(tmp_path / "absent"), RouterConfig)
 
 
+def test_a_document_replaces_a_link_and_does_not_follow_it(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    path = tmp_path / "router.json"
+    path.symlink_to(elsewhere)
+    config = router_config(ClusterConfig(data_dir=tmp_path), nats_url="nats://127.0.0.1:1")
+    write_document(config, path)
+    assert elsewhere.read_text() == "mine"
+    assert (path.is_symlink(), stat.S_IMODE(path.stat().st_mode)) == (False, 0o600)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["elsewhere", "router.json"]
+
+
 def test_the_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
     first = load_or_create_secret(tmp_path / "data")
     path = tmp_path / "data" / "cluster.secret"

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from moonpool.cluster.process import ChildProcess
+from moonpool.config.private_file import write_private
 from moonpool.errors import ConfigError, UnavailableError
 
 _START_TIMEOUT_S = 10.0
@@ -94,7 +95,8 @@ class NatsServer:
         ports_dir.mkdir(mode=0o700, exist_ok=True)
         for stale in ports_dir.glob("*.ports"):
             stale.unlink()
-        self._write_config()
+        settings = f'authorization {{ token: "{self._token}" }}\n'
+        write_private(self._config_path, settings.encode())
         process = await ChildProcess.start(
             "nats",
             [
@@ -127,13 +129,6 @@ class NatsServer:
     async def kill(self) -> None:
         if self._process is not None:
             await self._process.kill()
-
-    def _write_config(self) -> None:
-        path = self._config_path
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f'authorization {{ token: "{self._token}" }}\n')
 
     async def _read_port(self, process: ChildProcess, ports_dir: Path) -> int:
         """The server writes `nats-server_<pid>.ports` when it listens."""

@@ -8,13 +8,13 @@ and is not believed.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from moonpool.cluster.process import read_stat
+from moonpool.config.private_file import write_private
 
 FILE_NAME = "cluster.json"
 
@@ -45,11 +45,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
 def published(run_file: RunFile) -> Iterator[Path]:
     """The file is there inside the block."""
     path = Path(run_file.run_dir) / FILE_NAME
-    temporary = path.with_name(f".{FILE_NAME}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(run_file))
-    temporary.replace(path)
+    write_private(path, msgspec.json.encode(run_file))
     try:
         yield path
     finally:

@@ -6,7 +6,6 @@ which every user of the host can see.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -14,6 +13,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, StringConstraints, ValidationError
 
 from moonpool.config.explain import describe_errors
+from moonpool.config.private_file import write_private
 from moonpool.config.schema import (
     ClusterConfig,
     ClusterName,
@@ -87,11 +87,7 @@ DocumentT = TypeVar("DocumentT", RouterConfig, WorkerConfig)
 
 def write_document(config: RouterConfig | WorkerConfig, path: Path) -> None:
     """Write `config` to a file of mode 0600, replacing what is there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(config.model_dump_json())
-    temporary.replace(path)
+    write_private(path, config.model_dump_json().encode())
 
 
 def read_document(source: str, document_type: type[DocumentT]) -> DocumentT:
