@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.errors import ConfigError
-from moonpool.failpoints import FailpointError, Failpoints
+from moonpool.failpoints import FailpointError, Failpoints, forget_claims
 
 
 def parse(spec: str, state_dir: Path | None = None) -> Failpoints:
@@ -56,6 +56,9 @@ def test_once_is_once_for_all_processes(tmp_path: Path) -> None:
     first, second = parse(spec, tmp_path), parse(spec, tmp_path)
     assert [first.hit("transport.read"), second.hit("transport.read")] == ["flip", None]
     assert parse("transport.read=drop,once", tmp_path).hit("transport.read") == "drop"
+    # Another cluster of the same data directory.
+    forget_claims(tmp_path)
+    assert parse(spec, tmp_path).hit("transport.read") == "flip"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from moonpool.config.process import RouterConfig, WorkerConfig, router_config, w
 from moonpool.config.schema import ClusterConfig
 from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError, UnavailableError
+from moonpool.failpoints import forget_claims
 from moonpool.ids import WorkerId
 from moonpool.rpc.admin import fetch_ledger, fetch_status, fetch_steps
 from moonpool.wire.admin import RouterSnapshot
@@ -257,6 +258,7 @@ class LocalCluster:
         self._run_dir = self._make_run_dir()
         self._stack.callback(self._remove_documents)
         self._key = load_or_create_secret(self.config.data_dir).rpc_key
+        forget_claims(self.config.data_dir)
         plan = self._core_plan()
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         if self.config.nats.is_embedded:

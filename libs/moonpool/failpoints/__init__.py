@@ -6,7 +6,7 @@
 Off (the default) a hit is one attribute read and one comparison. Never called by the domain.
 """
 
-from moonpool.failpoints.failpoints import FailpointError, Failpoints
+from moonpool.failpoints.failpoints import FailpointError, Failpoints, forget_claims
 from moonpool.failpoints.places import PLACES
 
-__all__ = ["PLACES", "FailpointError", "Failpoints"]
+__all__ = ["PLACES", "FailpointError", "Failpoints", "forget_claims"]

@@ -13,7 +13,8 @@ Grammar, rules separated by `;`:
     decode.after_token=kill@5,once    once per cluster: a restarted process does not die again
 
 `(value)` matches only hits with that value; `@n` counts the hits that match. `once` claims a file in the
-state directory before it acts, so the first process to get there is the only one.
+state directory before it acts, so the first process to get there is the only one; who starts a cluster
+calls `forget_claims` first, else a rule that has acted in an earlier life would never act again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from moonpool.failpoints.places import ACTIONS_BY_PLACE, PLACES
 
 #: Actions that end, stop or raise here, at any place.
 OWN_ACTIONS = ("kill", "exit", "error", "sleep")
+
+_CLAIM_PREFIX = "failpoint-"
 
 _RULE = re.compile(
     r"(?P<place>[a-z_.]+)(?:\((?P<value>-?\d+)\))?"
@@ -153,7 +156,7 @@ def _parse_rule(text: str, state_dir: Path | None) -> tuple[str, _Rule]:
         if state_dir is None:
             raise ConfigError(f"failpoints: {text!r}: this process has no directory for ,once")
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        once_file = state_dir / f"failpoint-{place}-{digest}"
+        once_file = state_dir / f"{_CLAIM_PREFIX}{place}-{digest}"
     return place, _Rule(
         text=text,
         value=int(match["value"]) if match["value"] is not None else None,
@@ -184,6 +187,12 @@ def _kill_self() -> NoReturn:
     # The signal is on its way; nothing more may happen in this thread.
     while True:
         signal.pause()
+
+
+def forget_claims(state_dir: Path) -> None:
+    """Let every `once` rule act again. When a cluster starts, before its processes."""
+    for claim in state_dir.glob(f"{_CLAIM_PREFIX}*"):
+        claim.unlink(missing_ok=True)
 
 
 def _claim(path: Path) -> bool:
