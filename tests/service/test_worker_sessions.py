@@ -111,10 +111,12 @@ async def test_a_frame_tells_of_room_without_being_asked(tmp_path: Path) -> None
             await other.until(request, TokensReady)
             await eventually(
                 lambda: router.loads[-1].ledger.num_referenced > 0,
+                timeout_s=5.0,
                 what="the load of others is told",
             )
         await eventually(
             lambda: router.loads[-1].ledger.num_referenced == 0,
+            timeout_s=5.0,
             what="room is told",
         )
 
