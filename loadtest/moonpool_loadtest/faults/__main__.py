@@ -71,9 +71,14 @@ def cluster_config(model: str, *, data_dir: Path, dtype: str, is_checked: bool) 
     )
 
 
-def make_kills(*, num_layers: int) -> tuple[Kill, ...]:
-    """All of them, in an order that restarts as little as it can."""
-    return (*prefill_kills(num_layers=num_layers), *decode_kills(positions=_POSITIONS))
+def make_kills(*, layers: Sequence[int], positions: Sequence[int] = _POSITIONS) -> tuple[Kill, ...]:
+    """All of them, in an order that restarts as little as it can.
+
+    Args:
+        layers: After which layers of the first chunk prefill dies.
+        positions: At which tokens decode dies.
+    """
+    return (*prefill_kills(layers=layers), *decode_kills(positions=positions))
 
 
 def sets_for(kills: Sequence[Kill], *, vocab_size: int) -> CaseSets:
@@ -89,7 +94,7 @@ def sets_for(kills: Sequence[Kill], *, vocab_size: int) -> CaseSets:
 
 async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) -> list[FaultReport]:
     """Every fault once. Prints a row as soon as it is known."""
-    kills = make_kills(num_layers=num_layers)
+    kills = make_kills(layers=(0, num_layers // 2, num_layers - 1))
     sets = sets_for(kills, vocab_size=vocab_size)
     print("answers without faults ...", flush=True)
     expected = await answers_without_faults(config, sets.judged_cases)

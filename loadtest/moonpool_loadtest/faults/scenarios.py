@@ -41,9 +41,8 @@ class Kill:
     failpoints: str
 
 
-def prefill_kills(*, num_layers: int) -> tuple[Kill, ...]:
-    """After the first layers, in the middle, after the last layer, and around the commit."""
-    layers = sorted({0, num_layers // 2, num_layers - 1})
+def prefill_kills(*, layers: Sequence[int]) -> tuple[Kill, ...]:
+    """After each of `layers`, and around the commit."""
     return (
         *(
             Kill(
