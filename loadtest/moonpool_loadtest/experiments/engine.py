@@ -55,7 +55,7 @@ class Scale:
     #: Middle of the decode steps' contexts, and their number.
     context: int = 256
     num_steps: int = 32
-    num_rounds: int = 5
+    num_rounds: int = 3
 
 
 class Side(Protocol):
@@ -148,16 +148,15 @@ class Theirs:
         return theirs
 
     async def prefill(self, num_tokens: int) -> float:
-        (seconds,) = await self._ask({"op": "prefill", "prompts": [self._prompt(num_tokens)]})
+        prompt = [self._rng.randrange(FIRST_TOKEN_ID, END_TOKEN_ID) for _ in range(num_tokens)]
+        (seconds,) = await self._ask({"op": "prefill", "prompt": prompt})
         return seconds
 
     async def decode(self, batch: int, scale: Scale) -> list[float]:
-        num_tokens = scale.context - scale.num_steps // 2
-        prompts = [self._prompt(num_tokens) for _ in range(batch)]
-        return await self._ask({"op": "decode", "prompts": prompts, "steps": scale.num_steps})
-
-    def _prompt(self, num_tokens: int) -> list[int]:
-        return [self._rng.randrange(FIRST_TOKEN_ID, END_TOKEN_ID) for _ in range(num_tokens)]
+        context = scale.context - scale.num_steps // 2
+        return await self._ask(
+            {"op": "decode", "batch": batch, "context": context, "num_steps": scale.num_steps}
+        )
 
     async def _ask(self, request: Mapping[str, object]) -> list[float]:
         assert self._process.stdin is not None
@@ -320,7 +319,7 @@ async def _experiment(setting: Setting, options: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="moonpool_loadtest.experiments.engine")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     return run("engine", _experiment, parser)
 
 

@@ -2,12 +2,12 @@
 
     python -m moonpool_loadtest.experiments.transformers_process MODEL DTYPE CORE
 
-    {"op": "prefill", "prompts": [[...]]}                   -> {"seconds": [one]}
-    {"op": "decode", "prompts": [[...], ...], "steps": 32}  -> {"seconds": [one for each step]}
+    {"op": "prefill", "prompt": [...]}                             -> {"seconds": [one]}
+    {"op": "decode", "batch": 8, "context": 240, "num_steps": 32}  -> {"seconds": [one for each step]}
 
 Called as its own generate() calls it: SDPA attention, a DynamicCache, logits of the last position
-only, greedy. Prompts of one request are equally long. A step's time is that of the forward call and of
-drawing the tokens. The only file here that imports torch.
+only, greedy. A step's time is that of the forward call and of drawing the tokens. The only file here that
+imports torch.
 """
 
 from __future__ import annotations
@@ -37,15 +37,20 @@ class Model:
         ).eval()
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[float]:
+    def prefill(self, prompt: Sequence[int]) -> list[float]:
         cache = transformers.DynamicCache(config=self._model.config)
-        seconds, _ = self._step(torch.tensor(prompts), cache)
+        seconds, _ = self._step(torch.tensor([prompt]), cache)
         return [seconds]
 
     @torch.inference_mode()
-    def decode(self, prompts: Sequence[Sequence[int]], num_steps: int) -> list[float]:
-        cache = transformers.DynamicCache(config=self._model.config)
-        _, tokens = self._step(torch.tensor(prompts), cache)
+    def decode(self, batch: int, context: int, num_steps: int) -> list[float]:
+        config = self._model.config
+        cache = transformers.DynamicCache(config=config)
+        # What keys and values say costs no time: they need no prefill.
+        shape = (batch, config.num_key_value_heads, context, config.head_dim)
+        for layer in range(config.num_hidden_layers):
+            cache.update(*(torch.randn(shape, dtype=self._model.dtype) for _ in range(2)), layer)
+        tokens = torch.full((batch, 1), 100)
         all_seconds = []
         for _ in range(num_steps):
             seconds, tokens = self._step(tokens, cache)
@@ -69,9 +74,10 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request["op"] == "prefill":
-            _reply({"seconds": model.prefill(request["prompts"])})
+            _reply({"seconds": model.prefill(request["prompt"])})
         else:
-            _reply({"seconds": model.decode(request["prompts"], request["steps"])})
+            seconds = model.decode(request["batch"], request["context"], request["num_steps"])
+            _reply({"seconds": seconds})
 
 
 def _reply(message: dict[str, object]) -> None:
