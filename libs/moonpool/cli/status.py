@@ -20,16 +20,19 @@ from moonpool.wire.admin import RouterSnapshot, WorkerSnapshot
 from moonpool.wire.worker import LedgerReport
 
 _DEADLINE_S = 5.0
+#: Short, so that a table of five-digit counts fits a terminal of 80 columns.
 _COUNTS = (
-    "running",
-    "waiting",
-    "reserved",
-    "prefills",
-    "tokens queued",
+    "run",
+    "wait",
+    "resv",
+    "prefill",
+    "tokens",
     "held",
     "cached",
     "blocks",
 )
+#: Of the table where nobody looks through a window.
+_FILE_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,7 @@ def print_status(status: ClusterStatus, console: Console) -> None:
         soft_wrap=True,
     )
     console.print()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("worker")
     table.add_column("role")
     table.add_column("state")
@@ -105,7 +108,7 @@ def print_status(status: ClusterStatus, console: Console) -> None:
     for worker in router.workers:
         table.add_row(*_cells(worker, status.ledgers.get(worker.worker_id)))
     if router.workers:
-        console.print(table)
+        console.print(table, width=None if console.is_terminal else _FILE_WIDTH)
     else:
         console.print("no worker has introduced itself yet")
     for worker in router.workers:
