@@ -45,11 +45,27 @@ StreamId = NewType("StreamId", int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRef:
-    """The prefill worker that a decode worker reads from."""
+    """A worker that another one reads KV from."""
 
     key: WorkerKey
     #: gRPC address, host:port.
     address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerPrefix:
+    """A worker that is believed to hold the KV of a request's beginning. A hint, never a promise."""
+
+    key: WorkerKey
+    #: gRPC address, host:port.
+    address: str
+    #: Leading tokens of prompt + emitted that it is believed to hold; a multiple of the block size.
+    num_tokens: int
+
+    @property
+    def ref(self) -> SourceRef:
+        """Where it is reached."""
+        return SourceRef(key=self.key, address=self.address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +74,8 @@ class PrefillRequest:
 
     request: InferenceRequest
     attempt: int
+    #: Who may be read from instead of computing.
+    peer: PeerPrefix | None = None
     #: Remaining time. The router ends the request then; the worker only 5 s later.
     deadline_s: float
 
@@ -73,6 +91,8 @@ class DecodeRequest:
     request: InferenceRequest
     attempt: int
     source: SourceRef | None
+    #: Who may be read from instead of computing; only without a source.
+    peer: PeerPrefix | None = None
     #: Remaining time. The router ends the request then; the worker only 5 s later.
     deadline_s: float
 
