@@ -12,6 +12,19 @@ Life of a decode-side request in the core, as commands and replies:
     Decode(has_source=False) -> Accepted | Refused, then TokensReady ...
     any running request may end in HandedBack instead of a finish reason
 
+A peer is believed to hold a prefix (num_peer_tokens > 0; a Prefill, or a Decode without a source):
+
+    Accepted ... FetchReserved
+        BlocksFetched* -> FetchEnded                      it computes the rest, as if it had been cached
+        or Revoked (by the core)  -> ReadEnded            it waits again and computes all of it
+        or Abort (by the service) -> ReadEnded
+    FetchReserved comes when it is the request's turn and blocks for it are free, or never: then, or if
+    the prefix has come meanwhile in another way, the request simply starts.
+
+Life of a reader's lock on a prefix that this worker holds:
+
+    LockPrefix -> PrefixLocked -> UnlockPrefix
+
 Life of a prefill-side request:
 
     Prefill -> Accepted | Refused
@@ -26,7 +39,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from moonpool.ids import AttemptId, BlockId
+from moonpool.ids import AttemptId, BlockHash, BlockId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 
@@ -69,6 +82,8 @@ class Prefill:
 
     request: InferenceRequest
     attempt: int
+    #: Leading tokens of prompt + emitted that a peer is believed to hold; 0: no peer is to be asked.
+    num_peer_tokens: int = 0
 
     @property
     def attempt_id(self) -> AttemptId:
@@ -82,6 +97,8 @@ class Decode:
     request: InferenceRequest
     attempt: int
     has_source: bool
+    #: As in Prefill; of no account with a source.
+    num_peer_tokens: int = 0
 
     @property
     def attempt_id(self) -> AttemptId:
@@ -114,6 +131,22 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksFetched:
+    """KV of tokens [0, num_tokens) lies verified in a fetch's blocks; full ones may be cached."""
+
+    attempt_id: AttemptId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchEnded:
+    """Fetching has ended: no read is or will be outstanding. Go on from `num_tokens`, verified."""
+
+    attempt_id: AttemptId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEnded:
     """After Abort or Revoked: no read is or will be outstanding, the blocks may be freed."""
 
@@ -138,6 +171,23 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LockPrefix:
+    """Hold what is cached of this chain until UnlockPrefix: somebody reads it."""
+
+    #: Chosen by the service; never used twice.
+    read_id: int
+    #: The chain from its start.
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnlockPrefix:
+    """The reader is gone. May come twice, or for a lock that never was."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     """Refuse what is new. With `hand_back` also give back what has not finished."""
 
@@ -150,7 +200,19 @@ class ClearCache:
 
 
 Command = (
-    Prefill | Decode | BlocksArrived | Arrived | ReadEnded | Release | Abort | Drain | ClearCache
+    Prefill
+    | Decode
+    | BlocksArrived
+    | Arrived
+    | BlocksFetched
+    | FetchEnded
+    | ReadEnded
+    | Release
+    | Abort
+    | LockPrefix
+    | UnlockPrefix
+    | Drain
+    | ClearCache
 )
 
 # -- the frame: core -> service --
@@ -182,8 +244,34 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReserved:
+    """Read tokens [num_cached_tokens, num_tokens) of the prefix from the peer into these blocks.
+
+    Both bounds are multiples of the block size; `num_tokens` is never past prompt + emitted - 1.
+    """
+
+    attempt_id: AttemptId
+    num_cached_tokens: int
+    num_tokens: int
+    #: The request's blocks and their hashes from the start up to `num_tokens`.
+    block_ids: tuple[BlockId, ...]
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLocked:
+    """The blocks of the longest prefix of a LockPrefix that is held here; perhaps none."""
+
+    read_id: int
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Revoked:
-    """The reservation is taken back; the blocks stay until ReadEnded."""
+    """The reservation is taken back; the blocks stay until ReadEnded.
+
+    Of a decode with a source this is the end; a request that fetched from a peer goes on without.
+    """
 
     attempt_id: AttemptId
 
@@ -222,6 +310,8 @@ class PrefillDone:
     num_cached_tokens: int
     first_token: int
     finish_reason: FinishReason | None = None
+    #: Of the cached tokens, how many were read from a peer for this attempt.
+    num_peer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +330,16 @@ class TokensReady:
     run: TokenRun
     #: In the first run of an attempt: how many tokens of prompt + emitted were not computed here.
     num_cached_tokens: int | None = None
+    #: Of those, how many were read from a peer for this attempt; 0 with a source.
+    num_peer_tokens: int = 0
 
 
 Reply = (
     Accepted
     | Refused
     | Reserved
+    | FetchReserved
+    | PrefixLocked
     | Revoked
     | HandedBack
     | PrefillStarted
@@ -270,8 +364,10 @@ class BlockLedger:
     num_waiting: int = 0
     num_reserved: int = 0
     num_prefills: int = 0
-    #: Attempts that ended but whose reads have not.
+    #: Attempts that ended, and fetches that were taken back, but whose reads have not ended.
     num_quarantined: int = 0
+    #: Readers' locks on cached prefixes, empty ones included.
+    num_prefix_locks: int = 0
 
     @property
     def is_quiet(self) -> bool:
@@ -283,6 +379,7 @@ class BlockLedger:
             or self.num_reserved
             or self.num_prefills
             or self.num_quarantined
+            or self.num_prefix_locks
         )
 
 
