@@ -14,18 +14,23 @@ from moonpool.core.protocol import (
     Arrived,
     BlockLedger,
     BlocksArrived,
+    BlocksFetched,
     ChunkPlanned,
     ClearCache,
     Command,
     CoreFrame,
     Decode,
     Drain,
+    FetchEnded,
+    FetchReserved,
     HandBackReason,
     HandedBack,
+    LockPrefix,
     Prefill,
     PrefillDone,
     PrefillFailed,
     PrefillStarted,
+    PrefixLocked,
     ReadEnded,
     Refused,
     RefuseReason,
@@ -34,8 +39,9 @@ from moonpool.core.protocol import (
     Reserved,
     Revoked,
     TokensReady,
+    UnlockPrefix,
 )
-from moonpool.ids import AttemptId, BlockId, RequestId
+from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
@@ -63,6 +69,7 @@ from moonpool.wire.engine_messages import (
 from moonpool.worker.frame_merging import merge_frames
 
 ATTEMPT = AttemptId(RequestId("request-1"), 3)
+HASHES = (BlockHash(bytes(range(32))), BlockHash(b"\xff" * 32))
 LEDGER = BlockLedger(
     num_total=10,
     num_free=1,
@@ -73,6 +80,7 @@ LEDGER = BlockLedger(
     num_reserved=3,
     num_prefills=4,
     num_quarantined=5,
+    num_prefix_locks=6,
 )
 
 
@@ -100,13 +108,20 @@ def make_request(*, prompt: tuple[int, ...] = (1, 2, 2**32 - 1)) -> InferenceReq
 
 COMMANDS: tuple[Command, ...] = (
     Prefill(request=make_request(), attempt=3),
+    Prefill(request=make_request(), attempt=3, num_peer_tokens=32),
     Decode(request=make_request(prompt=()), attempt=4, has_source=True),
+    Decode(request=make_request(), attempt=4, has_source=False, num_peer_tokens=16),
     BlocksArrived(attempt_id=ATTEMPT, num_tokens=32),
     Arrived(attempt_id=ATTEMPT, num_tokens=33, first_token=None),
     Arrived(attempt_id=ATTEMPT, num_tokens=33, first_token=0, finish_reason=FinishReason.STOP),
+    BlocksFetched(attempt_id=ATTEMPT, num_tokens=16),
+    FetchEnded(attempt_id=ATTEMPT, num_tokens=0),
     ReadEnded(attempt_id=ATTEMPT),
     Release(attempt_id=ATTEMPT),
     Abort(attempt_id=ATTEMPT),
+    LockPrefix(read_id=2**40, hashes=HASHES),
+    LockPrefix(read_id=1, hashes=()),
+    UnlockPrefix(read_id=2**40),
     Drain(hand_back=True),
     ClearCache(),
 )
@@ -115,17 +130,28 @@ REPLIES: tuple[Reply, ...] = (
     Accepted(attempt_id=ATTEMPT),
     Refused(attempt_id=ATTEMPT, reason=RefuseReason.NO_SLOTS),
     Reserved(attempt_id=ATTEMPT, num_cached_tokens=16, block_ids=blocks(5, 1, 9)),
+    FetchReserved(
+        attempt_id=ATTEMPT,
+        num_cached_tokens=16,
+        num_tokens=32,
+        block_ids=blocks(7, 2),
+        hashes=HASHES,
+    ),
+    PrefixLocked(read_id=2**40, block_ids=blocks(7, 2)),
+    PrefixLocked(read_id=1, block_ids=()),
     Revoked(attempt_id=ATTEMPT),
     HandedBack(attempt_id=ATTEMPT, reason=HandBackReason.PREEMPTED),
     PrefillStarted(attempt_id=ATTEMPT, num_cached_tokens=0, block_ids=blocks(3)),
     ChunkPlanned(attempt_id=ATTEMPT, start=16, end=40),
     PrefillDone(attempt_id=ATTEMPT, num_cached_tokens=16, first_token=11),
+    PrefillDone(attempt_id=ATTEMPT, num_cached_tokens=32, first_token=11, num_peer_tokens=16),
     PrefillFailed(attempt_id=ATTEMPT, reason=HandBackReason.REVOKED),
     PrefillFailed(attempt_id=ATTEMPT, reason=FinishReason.INVALID_OUTPUT),
     TokensReady(
         attempt_id=ATTEMPT,
         run=TokenRun(first_position=2, token_ids=(1, 2), choice=1),
         num_cached_tokens=48,
+        num_peer_tokens=32,
     ),
     TokensReady(
         attempt_id=ATTEMPT,
@@ -234,7 +260,7 @@ def test_a_stream_may_be_cut_anywhere() -> None:
         msgspec.msgpack.encode([2, "pid"]),
         msgspec.msgpack.encode([2, 1, "one too many"]),
         msgspec.msgpack.encode(
-            [6, [[0, 0, 0, 1, [[31, ["r", 1], "because"]], [0] * 9, 0, 0, 0, 0, 0, 0, 0]]]
+            [6, [[0, 0, 0, 1, [[31, ["r", 1], "because"]], [0] * 10, 0, 0, 0, 0, 0, 0, 0]]]
         ),
         encode_to_engine(EngineCommands(commands=()))[4:],
     ],
@@ -249,8 +275,16 @@ def test_ragged_token_bytes_are_refused() -> None:
         EngineCommands(commands=(Prefill(request=make_request(), attempt=1),))
     )
     tree = msgspec.msgpack.decode(prefill[4:])
-    tree[1][0][2][2] = b"abc"
+    tree[1][0][3][2] = b"abc"
     with pytest.raises(EngineFrameError, match="3 bytes"):
+        decode_to_engine(msgspec.msgpack.encode(tree))
+
+
+def test_ragged_hash_bytes_are_refused() -> None:
+    lock = encode_to_engine(EngineCommands(commands=(LockPrefix(read_id=1, hashes=HASHES),)))
+    tree = msgspec.msgpack.decode(lock[4:])
+    tree[1][0][2] = bytes(33)
+    with pytest.raises(EngineFrameError, match="33 bytes"):
         decode_to_engine(msgspec.msgpack.encode(tree))
 
 

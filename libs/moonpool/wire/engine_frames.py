@@ -28,6 +28,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from moonpool.wire.engine_base import Wire
+from moonpool.wire.engine_commands import command_from_wire, command_to_wire
 from moonpool.wire.engine_messages import (
     EngineCommands,
     EngineFailed,
@@ -39,7 +41,6 @@ from moonpool.wire.engine_messages import (
     ToEngine,
 )
 from moonpool.wire.engine_structs import (
-    Wire,
     WireBoot,
     WireCommands,
     WireFailed,
@@ -48,8 +49,6 @@ from moonpool.wire.engine_structs import (
     WireReady,
     WireSteps,
     WireToEngine,
-    command_from_wire,
-    command_to_wire,
     frame_from_wire,
     frame_to_wire,
 )
