@@ -18,6 +18,7 @@ from moonpool.core.core import Core
 from moonpool.core.protocol import Command
 from moonpool.core.step import LayerMark, StepPlan, StepResult
 from moonpool.failpoints import Failpoints
+from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.native import kernels
 from moonpool.wire.engine_messages import EngineReady
@@ -26,7 +27,6 @@ from moonpool.worker.engine_link import EngineLink
 from moonpool.worker.engine_loop import run_engine_loop
 from moonpool.worker.engine_process import EngineDiedError, EngineOptions
 from moonpool.worker.layer_mark import LayerMarker
-from moonpool.worker.namespace_seeds import NamespaceSeeds
 from support.fake_runner import FakeRunner
 from support.tiny_llama import TinyLlama, write_tiny_llama
 

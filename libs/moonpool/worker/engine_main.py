@@ -28,6 +28,7 @@ from moonpool.engine.runner import load_runner
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.failpoints import Failpoints
 from moonpool.hub.model_dir import open_model_dir
+from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.memory.worker_memory import WorkerMemory, WorkerMemoryFds
 from moonpool.native import kernels
 from moonpool.service.log import setup_logging
@@ -36,7 +37,6 @@ from moonpool.wire.engine_messages import EngineBoot, EngineFailed, EngineMapped
 from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
 from moonpool.worker.engine_loop import run_engine_loop
 from moonpool.worker.layer_mark import LayerMarker
-from moonpool.worker.namespace_seeds import NamespaceSeeds
 
 log = structlog.get_logger("moonpool.engine")
 
