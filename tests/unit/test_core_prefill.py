@@ -20,7 +20,10 @@ from moonpool.core.protocol import (
 )
 from moonpool.ids import BlockId
 from moonpool.inference.output import FinishReason
+from moonpool.kv.block_hash import hash_blocks
+from moonpool.kv.events import BlockStored
 from support.core_cases import Row, ident, make_worker, prefill, rows
+from support.core_cluster import tenant_seed
 from support.fake_runner import answer_alone, kv_values
 from support.requests import make_request
 
@@ -30,6 +33,7 @@ def test_a_prompt_in_one_chunk_frame_by_frame() -> None:
     request = make_request(prompt=6)
     (first_token, *_), _ = answer_alone(request, max_model_len=64)
     blocks = (BlockId(0), BlockId(1))
+    full_blocks = tuple(hash_blocks(tenant_seed(request), request.prompt_token_ids, 4))
 
     assert worker.step(prefill(request)) == CoreFrame(
         step=1,
@@ -45,6 +49,7 @@ def test_a_prompt_in_one_chunk_frame_by_frame() -> None:
         step=0,
         replies=(PrefillDone(attempt_id=ident(), num_cached_tokens=0, first_token=first_token),),
         ledger=held,
+        cache_events=(BlockStored(hashes=full_blocks, parent_hash=None),),
         forward_s=0.001,
         num_step_tokens=6,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -46,6 +47,7 @@ from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.block_hash import ModelNamespace
+from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from moonpool.kv.layout import KvLayout
 from moonpool.wire.engine_frames import (
     MAX_FRAME_BYTES,
@@ -70,6 +72,12 @@ from moonpool.worker.frame_merging import merge_frames
 
 ATTEMPT = AttemptId(RequestId("request-1"), 3)
 HASHES = (BlockHash(bytes(range(32))), BlockHash(b"\xff" * 32))
+CACHE_EVENTS: tuple[CacheEvent, ...] = (
+    AllBlocksCleared(),
+    BlockRemoved(hashes=HASHES),
+    BlockStored(hashes=HASHES, parent_hash=None),
+    BlockStored(hashes=HASHES[1:], parent_hash=HASHES[0]),
+)
 LEDGER = BlockLedger(
     num_total=10,
     num_free=1,
@@ -189,6 +197,7 @@ def test_commands_survive_the_wire() -> None:
                         ledger=LEDGER,
                         num_queued_tokens=1,
                         num_preemptions=2,
+                        cache_events=CACHE_EVENTS,
                         forward_s=0.25,
                         logits_s=0.5,
                         sample_s=1.0,
@@ -312,6 +321,22 @@ def test_waiting_frames_merge_but_a_chunk_keeps_its_step() -> None:
     merge_frames(waiting, make_frame(token(3), step=4))
     merge_frames(waiting, make_frame(step=0))
     assert waiting == [make_frame(both, other, chunk, step=3), make_frame(token(3), step=0)]
+
+
+def test_cache_events_of_merged_frames_are_their_net_change() -> None:
+    first, second = HASHES
+    waiting = [with_events(BlockStored(hashes=HASHES, parent_hash=None))]
+    merge_frames(waiting, with_events(BlockRemoved(hashes=(second,))))
+    assert waiting == [with_events(BlockStored(hashes=(first,), parent_hash=None))]
+    merge_frames(waiting, make_frame(step=0))
+    assert waiting[0].frame.cache_events == (BlockStored(hashes=(first,), parent_hash=None),)
+    merge_frames(waiting, with_events(AllBlocksCleared()))
+    assert waiting == [with_events(AllBlocksCleared())]
+
+
+def with_events(*events: CacheEvent) -> TimedFrame:
+    timed = make_frame(step=0)
+    return replace(timed, frame=replace(timed.frame, cache_events=events))
 
 
 def frames_of(data: bytes) -> list[bytes]:

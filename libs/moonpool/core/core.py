@@ -173,7 +173,9 @@ class Core:
 
     def take_frame(self) -> CoreFrame:
         """What has happened since the last frame, and which plan runs after this one."""
-        return self._frame.take(self.ledger(), self._scheduler.num_queued_tokens)
+        return self._frame.take(
+            self.ledger(), self._scheduler.num_queued_tokens, self._cache.take_events()
+        )
 
     @property
     def is_idle(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moonpool.core.protocol import BlockLedger, CoreFrame, Reply
 from moonpool.core.step import StepTiming
+from moonpool.kv.events import CacheEvent
 
 
 class FrameBuilder:
@@ -36,7 +37,12 @@ class FrameBuilder:
         self._timing = timing
         self._num_step_tokens = num_step_tokens
 
-    def take(self, ledger: BlockLedger, num_queued_tokens: int) -> CoreFrame:
+    def take(
+        self,
+        ledger: BlockLedger,
+        num_queued_tokens: int,
+        cache_events: tuple[CacheEvent, ...] = (),
+    ) -> CoreFrame:
         """The frame; the builder is as new after it."""
         timing = self._timing
         frame = CoreFrame(
@@ -45,6 +51,7 @@ class FrameBuilder:
             ledger=ledger,
             num_queued_tokens=num_queued_tokens,
             num_preemptions=self._num_preemptions,
+            cache_events=cache_events,
             forward_s=timing.forward_s,
             logits_s=timing.logits_s,
             sample_s=timing.sample_s,

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from moonpool.ids import AttemptId, BlockHash, BlockId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
+from moonpool.kv.events import CacheEvent
 
 
 class RefuseReason(enum.StrEnum):
@@ -394,6 +395,8 @@ class CoreFrame:
     #: Uncached tokens that wait to be computed, running prefills' rest included.
     num_queued_tokens: int = 0
     num_preemptions: int = 0
+    #: What can be found in the cache, or no longer can, since the last frame: the net change.
+    cache_events: tuple[CacheEvent, ...] = ()
     #: Timing of the step before, in seconds; 0 if there was none.
     forward_s: float = 0.0
     logits_s: float = 0.0

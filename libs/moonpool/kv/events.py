@@ -5,7 +5,7 @@ An event is a hint: it says what could be found when it was taken; the owner loc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.ids import BlockHash
@@ -48,6 +48,21 @@ class CacheEventLog:
         self._stored: dict[BlockHash, BlockHash | None] = {}
         self._removed: dict[BlockHash, None] = {}
         self._is_cleared = False
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._stored or self._removed or self._is_cleared)
+
+    def add(self, events: Iterable[CacheEvent]) -> None:
+        """Take up what another log gave."""
+        for event in events:
+            match event:
+                case BlockStored(hashes=hashes, parent_hash=parent_hash):
+                    self.on_stored(hashes, parent_hash)
+                case BlockRemoved(hashes=hashes):
+                    self.on_removed(hashes)
+                case AllBlocksCleared():
+                    self.on_cleared()
 
     def on_stored(self, hashes: Sequence[BlockHash], parent_hash: BlockHash | None) -> None:
         """`hashes` can be found from now on, as the continuation of `parent_hash`."""
@@ -94,3 +109,50 @@ class CacheEventLog:
         self._removed.clear()
         self._is_cleared = False
         return tuple(events)
+
+
+def merge_cache_events(
+    older: tuple[CacheEvent, ...], newer: tuple[CacheEvent, ...]
+) -> tuple[CacheEvent, ...]:
+    """The net change of both, as one log that is taken once would tell it."""
+    if not (older and newer):
+        return older or newer
+    log = CacheEventLog()
+    log.add(older)
+    log.add(newer)
+    return log.take()
+
+
+def split_cache_events(
+    events: Iterable[CacheEvent], max_blocks: int
+) -> Iterator[tuple[CacheEvent, ...]]:
+    """The same changes in parts of at most `max_blocks` blocks each, in order; none is empty."""
+    assert max_blocks > 0, max_blocks
+    part: list[CacheEvent] = []
+    num_blocks = 0
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            part.append(event)
+            continue
+        start = 0
+        while start < len(event.hashes):
+            if num_blocks == max_blocks:
+                yield tuple(part)
+                part, num_blocks = [], 0
+            end = min(start + max_blocks - num_blocks, len(event.hashes))
+            part.append(_piece(event, start, end))
+            num_blocks += end - start
+            start = end
+    if part:
+        yield tuple(part)
+
+
+def _piece(event: BlockStored | BlockRemoved, start: int, end: int) -> BlockStored | BlockRemoved:
+    """Blocks [start, end) of an event."""
+    if end - start == len(event.hashes):
+        return event
+    hashes = event.hashes[start:end]
+    if isinstance(event, BlockRemoved):
+        return BlockRemoved(hashes=hashes)
+    parent_hash = event.hashes[start - 1] if start else event.parent_hash
+    return BlockStored(hashes=hashes, parent_hash=parent_hash)

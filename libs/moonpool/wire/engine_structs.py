@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from moonpool.core.protocol import BlockLedger, CoreFrame
 from moonpool.wire.engine_base import Wire
+from moonpool.wire.engine_cache_events import (
+    WireCacheEvent,
+    cache_event_from_wire,
+    cache_event_to_wire,
+)
 from moonpool.wire.engine_commands import WireCommand
 from moonpool.wire.engine_messages import EngineBoot, TimedFrame
 from moonpool.wire.engine_replies import WireReply, reply_from_wire, reply_to_wire
@@ -52,6 +57,7 @@ class WireFrame(Wire):
     ledger: WireLedger
     num_queued_tokens: int
     num_preemptions: int
+    cache_events: list[WireCacheEvent]
     forward_s: float
     logits_s: float
     sample_s: float
@@ -90,6 +96,7 @@ def frame_to_wire(timed: TimedFrame) -> WireFrame:
         ),
         frame.num_queued_tokens,
         frame.num_preemptions,
+        [cache_event_to_wire(event) for event in frame.cache_events],
         frame.forward_s,
         frame.logits_s,
         frame.sample_s,
@@ -117,6 +124,7 @@ def frame_from_wire(wire: WireFrame) -> TimedFrame:
         ),
         num_queued_tokens=wire.num_queued_tokens,
         num_preemptions=wire.num_preemptions,
+        cache_events=tuple([cache_event_from_wire(event) for event in wire.cache_events]),
         forward_s=wire.forward_s,
         logits_s=wire.logits_s,
         sample_s=wire.sample_s,

@@ -11,6 +11,7 @@ from moonpool.core.protocol import (
     Reply,
     TokensReady,
 )
+from moonpool.kv.events import merge_cache_events
 from moonpool.wire.engine_messages import TimedFrame
 
 
@@ -35,6 +36,7 @@ def _merged(older: TimedFrame, newer: TimedFrame) -> TimedFrame:
         newer.frame,
         replies=_merged_replies(older.frame.replies, newer.frame.replies),
         num_preemptions=older.frame.num_preemptions + newer.frame.num_preemptions,
+        cache_events=merge_cache_events(older.frame.cache_events, newer.frame.cache_events),
     )
     return replace(newer, frame=frame)
 
