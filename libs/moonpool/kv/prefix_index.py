@@ -1,0 +1,291 @@
+"""PrefixIndex: which worker may hold how much of a prompt, as far as this router has heard.
+
+Batches and heartbeats of every worker's PublishedSet (kv/published_set.py) go in, in whatever order they
+come; how many leading blocks of a chain each worker holds comes out. Keys contain the namespace, so one
+index serves them all.
+
+Rules
+- The index is advice: what it believes too much costs a recompute, what it misses costs a hit.
+- A worker is followed from sequence 0, its empty set. Batches are applied in sequence, each once.
+- Count and digest are those of what stands here, kept as it changes; they are compared with the
+  worker's at equal sequence only.
+- Whoever is behind (a sequence heard of that is not reached) or wrong (a comparison failed) needs a
+  snapshot. Until it comes, what is known stays, and batches that cannot be applied yet are held, the
+  latest ones; they are applied on top. A worker that is behind catches up without one if the missing
+  batches come after all.
+- Nothing is forgotten silently: while a set differs from the last head heard, needs_snapshot says so.
+- One incarnation of a worker at a time; one that was replaced is never followed again.
+
+Life of a follower
+
+    (absent) -> following       join
+    following -> behind         a later sequence is heard of
+    behind -> following         the missing batches, or a snapshot
+    following, behind -> wrong  count or digest differ at equal sequence
+    wrong -> following, behind  a snapshot
+    any -> (absent)             lose, or join of another incarnation
+
+Memory: what workers announced (kv/key_table.py), and the batches held, bounded per worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moonpool.ids import Incarnation, WorkerId, WorkerKey
+from moonpool.kv.block_key import KeyArray, keys_digest
+from moonpool.kv.key_table import KeyTable
+from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapshot
+
+#: Replaced incarnations remembered per worker; what is heard of older ones is long invalid.
+_MAX_REPLACED = 64
+
+_WRAP = 2**64
+
+
+@dataclass(slots=True)
+class _Follower:
+    #: Of its bit in the table; unique among followers.
+    number: int
+    #: What stands in the table.
+    head: SetHead = EMPTY_HEAD
+    #: The highest sequence heard of.
+    heard: SetHead = EMPTY_HEAD
+    is_wrong: bool = False
+    #: Batches that cannot be applied yet, by sequence, each beyond `head`.
+    held: dict[int, EventBatch] = field(default_factory=dict)
+    num_held_keys: int = 0
+
+    @property
+    def needs_snapshot(self) -> bool:
+        return self.is_wrong or self.heard.sequence > self.head.sequence
+
+
+class PrefixIndex:
+    """See the file's head. What is heard of a worker that is not joined is ignored.
+
+    Args:
+        max_held_batches: Per worker: batches held while it is behind or wrong.
+        max_held_keys: Per worker: keys in them.
+    """
+
+    def __init__(self, *, max_held_batches: int = 1024, max_held_keys: int = 1 << 18) -> None:
+        self._max_held_batches = max_held_batches
+        self._max_held_keys = max_held_keys
+        self._table = KeyTable()
+        self._followers: dict[WorkerKey, _Follower] = {}
+        self._worker_by_number: dict[int, WorkerKey] = {}
+        #: The last incarnation joined, followed or not.
+        self._latest: dict[WorkerId, Incarnation] = {}
+        self._replaced: dict[WorkerId, list[Incarnation]] = {}
+
+    # -- who is followed --
+
+    def join(self, worker: WorkerKey) -> None:
+        """Follow this worker from its empty set, and no other incarnation of it any more.
+
+        An incarnation that was replaced is ignored; one that is followed goes on.
+        """
+        worker_id, incarnation = worker
+        if worker in self._followers or incarnation in self._replaced.get(worker_id, ()):
+            return
+        latest = self._latest.get(worker_id)
+        if latest is not None and latest != incarnation:
+            replaced = self._replaced.setdefault(worker_id, [])
+            replaced.append(latest)
+            del replaced[:-_MAX_REPLACED]
+            self.lose(WorkerKey(worker_id, latest))
+        self._latest[worker_id] = incarnation
+        number = next(n for n in range(len(self._followers) + 1) if n not in self._worker_by_number)
+        self._followers[worker] = _Follower(number)
+        self._worker_by_number[number] = worker
+
+    def lose(self, worker: WorkerKey) -> None:
+        """Forget what this worker holds. It may be joined again, and starts from its empty set."""
+        follower = self._followers.pop(worker, None)
+        if follower is not None:
+            del self._worker_by_number[follower.number]
+            self._table.drop(follower.number)
+
+    @property
+    def workers(self) -> tuple[WorkerKey, ...]:
+        """Who is followed, in the order of joining."""
+        return tuple(self._followers)
+
+    # -- what is heard; each returns needs_snapshot(worker) --
+
+    def apply(self, worker: WorkerKey, batch: EventBatch) -> bool:
+        """A batch has come, in whatever order."""
+        follower = self._followers.get(worker)
+        if follower is None:
+            return False
+        self._hear(follower, batch.head)
+        if follower.is_wrong or batch.head.sequence > follower.head.sequence + 1:
+            self._hold(follower, batch)
+        elif batch.head.sequence == follower.head.sequence + 1:
+            self._change(follower, batch)
+            self._apply_held(follower)
+        return follower.needs_snapshot
+
+    def note_head(self, worker: WorkerKey, head: SetHead) -> bool:
+        """A heartbeat says what the worker's set is."""
+        follower = self._followers.get(worker)
+        if follower is None:
+            return False
+        self._hear(follower, head)
+        return follower.needs_snapshot
+
+    def load_snapshot(self, worker: WorkerKey, snapshot: SetSnapshot) -> bool:
+        """A snapshot that was asked for has come; held batches are applied on top.
+
+        One that is older than what stands here, or that contradicts itself, changes nothing.
+        """
+        follower = self._followers.get(worker)
+        if follower is None:
+            return False
+        head = snapshot.head
+        is_newer = head.sequence > follower.head.sequence
+        if is_newer or (follower.is_wrong and head.sequence == follower.head.sequence):
+            if _is_consistent(snapshot):
+                self._table.drop(follower.number)
+                self._table.add(snapshot.keys, follower.number)
+                follower.head = head
+                follower.is_wrong = False
+                if follower.heard.sequence <= head.sequence:
+                    follower.heard = head
+                self._apply_held(follower)
+        return follower.needs_snapshot
+
+    # -- what is known --
+
+    def needs_snapshot(self, worker: WorkerKey) -> bool:
+        """Whether the worker's set is known to differ from what stands here: ask it for a snapshot."""
+        follower = self._followers.get(worker)
+        return follower is not None and follower.needs_snapshot
+
+    def match(self, keys: KeyArray) -> dict[WorkerKey, int]:
+        """How many leading blocks of a chain each worker is believed to hold; only those with some.
+
+        Args:
+            keys: uint64[n], the chain's keys from its start.
+        """
+        workers = self._worker_by_number
+        return {workers[number]: length for number, length in self._table.runs(keys).items()}
+
+    def head(self, worker: WorkerKey) -> SetHead:
+        """What stands here for a worker that is followed.
+
+        Raises:
+            KeyError: it is not.
+        """
+        return self._followers[worker].head
+
+    def keys_of(self, worker: WorkerKey) -> KeyArray:
+        """uint64[count], ascending: what this worker is believed to hold. O(table)."""
+        follower = self._followers.get(worker)
+        if follower is None:
+            return np.zeros(0, np.uint64)
+        return np.sort(self._table.keys_of(follower.number))
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks that somebody holds."""
+        return self._table.num_held
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table."""
+        return self._table.num_bytes
+
+    def validate(self) -> None:
+        """Check every invariant from first principles; raises AssertionError. O(table x workers)."""
+        self._table.validate()
+        assert len(self._worker_by_number) == len(self._followers)
+        for worker, follower in self._followers.items():
+            assert self._worker_by_number[follower.number] == worker
+            assert self._latest[worker.worker_id] == worker.incarnation, worker
+            assert worker.incarnation not in self._replaced.get(worker.worker_id, ()), worker
+            keys = self._table.keys_of(follower.number)
+            assert follower.head.count == len(keys), worker
+            assert follower.head.digest == keys_digest(keys), worker
+            assert follower.heard.sequence >= follower.head.sequence, worker
+            assert follower.needs_snapshot or not follower.held, worker
+            assert all(sequence > follower.head.sequence for sequence in follower.held), worker
+            assert len(follower.held) <= self._max_held_batches, worker
+            num_keys = sum(batch.num_keys for batch in follower.held.values())
+            assert num_keys == follower.num_held_keys <= self._max_held_keys, worker
+        for replaced in self._replaced.values():
+            assert len(replaced) <= _MAX_REPLACED
+
+    # -- parts --
+
+    def _hear(self, follower: _Follower, head: SetHead) -> None:
+        if head.sequence > follower.heard.sequence:
+            follower.heard = head
+        _compare(follower, head)
+
+    def _hold(self, follower: _Follower, batch: EventBatch) -> None:
+        """Keep the batch until it is its turn; when that is too much, the earliest ones go.
+
+        A snapshot that is asked for later makes up for those first.
+        """
+        sequence = batch.head.sequence
+        if sequence <= follower.head.sequence or sequence in follower.held:
+            return
+        follower.held[sequence] = batch
+        follower.num_held_keys += batch.num_keys
+        while (
+            len(follower.held) > self._max_held_batches
+            or follower.num_held_keys > self._max_held_keys
+        ):
+            self._unhold(follower, min(follower.held))
+
+    @staticmethod
+    def _unhold(follower: _Follower, sequence: int) -> EventBatch:
+        batch = follower.held.pop(sequence)
+        follower.num_held_keys -= batch.num_keys
+        return batch
+
+    def _apply_held(self, follower: _Follower) -> None:
+        """Apply the held batches whose turn it is; those that are overtaken go."""
+        for sequence in sorted(follower.held):
+            if sequence <= follower.head.sequence:
+                self._unhold(follower, sequence)
+            elif sequence == follower.head.sequence + 1 and not follower.is_wrong:
+                self._change(follower, self._unhold(follower, sequence))
+            else:
+                break
+
+    def _change(self, follower: _Follower, batch: EventBatch) -> None:
+        """Do what the batch says; the head is what came of it, whatever the batch claims."""
+        table, number = self._table, follower.number
+        count, digest = follower.head.count, follower.head.digest
+        if batch.is_cleared:
+            table.drop(number)
+            count = digest = 0
+        removed = table.remove(batch.removed_keys, number)
+        stored = table.add(batch.stored_keys, number)
+        count += len(stored) - len(removed)
+        digest += keys_digest(stored) - keys_digest(removed)
+        follower.head = SetHead(
+            sequence=follower.head.sequence + 1, count=count, digest=digest % _WRAP
+        )
+        _compare(follower, batch.head)
+        _compare(follower, follower.heard)
+
+
+def _compare(follower: _Follower, head: SetHead) -> None:
+    if head.sequence == follower.head.sequence and head != follower.head:
+        follower.is_wrong = True
+
+
+def _is_consistent(snapshot: SetSnapshot) -> bool:
+    keys = snapshot.keys
+    return (
+        snapshot.head.count == len(keys)
+        and snapshot.head.digest == keys_digest(keys)
+        and bool(np.all(keys))
+        and len(np.unique(keys)) == len(keys)
+    )
