@@ -165,6 +165,11 @@ class PrefixIndex:
         follower = self._followers.get(worker)
         return follower is not None and follower.needs_snapshot
 
+    def is_wrong(self, worker: WorkerKey) -> bool:
+        """Whether a comparison has failed: only a snapshot mends that."""
+        follower = self._followers.get(worker)
+        return follower is not None and follower.is_wrong
+
     def match(self, keys: KeyArray) -> dict[WorkerKey, int]:
         """How many leading blocks of a chain each worker is believed to hold; only those with some.
 

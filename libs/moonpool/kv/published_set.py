@@ -136,6 +136,13 @@ class PublishedSet:
             stored_parents=_array(change.stored.values()),
         )
 
+    def num_leading(self, keys: KeyArray) -> int:
+        """How many leading blocks of a chain are in the set."""
+        for index, key in enumerate(keys.tolist()):
+            if key not in self._parents:
+                return index
+        return len(keys)
+
     def snapshot(self) -> SetSnapshot:
         """The whole set at `head`. O(blocks)."""
         return SetSnapshot(
