@@ -231,6 +231,19 @@ def test_the_life_of_a_handoff(d: Decoder) -> None:
     assert d.machine.is_quiet
 
 
+def test_what_has_no_room_is_refused_without_asking_the_core(d: Decoder) -> None:
+    message = DecodeRequest(request=REQUEST, attempt=2, source=SOURCE, deadline_s=60.0)
+    hopeless = RouterMessageReceived(router=R, message=message, has_room=False)
+    refused = Refused(attempt_id=attempt(2), reason=RefuseReason.NO_BLOCKS)
+    # It is a new attempt all the same: the lower one ends.
+    d.reserve()
+    assert d(hopeless) == [ABORT, CLOSE, READ_ENDED, to_router(refused)]
+    assert d(hopeless) == []
+    assert d.decode(1) == []
+    assert d.machine.is_quiet
+    assert len(d.decode(3)) == 1
+
+
 def test_it_waits_for_the_commit_even_if_it_lacks_nothing_else(d: Decoder) -> None:
     d.reserve(8)
     d.layers(8, 10, 0, 2)

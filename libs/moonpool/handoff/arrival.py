@@ -1,4 +1,4 @@
-"""Arrival: which KV of one attempt lies verified on the decode side, block by block and layer by layer.
+"""Arrival: which KV of one attempt lies verified at its reader, block by block and layer by layer.
 
 Blocks are counted from 0 within the request. [0, num_held_blocks) were here before; the others are
 read, a group of layers at a time, and a block counts when all its layers are verified:
@@ -79,6 +79,10 @@ class Arrival:
     @property
     def num_open_reads(self) -> int:
         return len(self._open_reads)
+
+    def num_blocks_of(self, number: int) -> int:
+        """Blocks of a read that has not ended."""
+        return len(self._open_reads[number].positions)
 
     @property
     def num_verified_tokens(self) -> int:

@@ -1,7 +1,8 @@
-"""HandoffConfig: sizes and patience of the handoff, the same for both roles."""
+"""HandoffConfig and FetchConfig: sizes and patience of handoffs and of reads from peers."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 
@@ -36,3 +37,63 @@ class HandoffConfig:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+class FetchMode(enum.StrEnum):
+    """Whether a worker reads prefixes from its peers."""
+
+    #: When it is believed to be faster than computing them.
+    AUTO = "auto"
+    #: Whenever a peer is named: for measuring.
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchConfig:
+    """Both ends of a prefix read."""
+
+    mode: FetchMode = FetchMode.AUTO
+    #: KV of one block, all layers, as this worker stores it.
+    block_bytes: int = 1 << 16
+
+    #: A fetch is read in pieces of about this size: what has come is known, and kept, piece by piece.
+    span_bytes: int = 8 << 20
+    #: Pieces of one fetch under way at once: the next is asked for before the last is here.
+    max_reads: int = 3
+    #: Fetches from one peer under way at once; more are computed.
+    max_fetches_per_peer: int = 8
+
+    #: How long the first piece may take: this share of what computing would take, if the peer has
+    #: never let us down, and the second if it has. So a bad peer costs a hit little, and seldom.
+    first_share: float = 0.25
+    probe_share: float = 0.04
+    #: Or so many times what is believed, if nothing speaks against the peer.
+    slack: float = 3.0
+    #: A peer that has let us down is tried again after so many computed hits, whatever that costs.
+    hits_per_probe: int = 50
+    #: A pace is not judged by pieces that come faster than this.
+    min_pace_s: float = 0.01
+    #: How long a fetch may take while nobody knows what computing would take.
+    blind_s: float = 0.5
+    #: How long a peer that was lost, or would not, is left alone: this, doubled each time.
+    min_leave_s: float = 1.0
+    max_leave_s: float = 60.0
+
+    #: Prefixes that may be locked here for readers, in all and for one of them.
+    max_locks: int = 64
+    max_locks_per_reader: int = 16
+    #: How long the core may take to lock a prefix (a long step).
+    core_answer_s: float = 2.0
+    #: A reader's time, from the lock.
+    hold_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        assert min(self.block_bytes, self.span_bytes, self.max_reads) > 0, self
+        assert 0.0 < self.probe_share <= self.first_share <= 1.0, self
+        assert self.max_locks_per_reader <= self.max_locks, self
+
+    @property
+    def span_blocks(self) -> int:
+        """Blocks of one piece."""
+        return max(self.span_bytes // self.block_bytes, 1)

@@ -21,8 +21,9 @@ Life of one attempt
 
     state      event                                  effects and next state
     -          Decode                                 core Decode                        -> ASKED
+    -          Decode for which there is no room      router Refused                     -> ended
     ASKED      core Refused, or no answer in 2 s      router Refused                     -> ended
-    ASKED      core Accepted (no source)                                                 -> RUNNING
+    ASKED      core Accepted (no source; a peer's prefix is fetch_reader.py's)            -> RUNNING
     ASKED      core Reserved (source)                 OpenStream                         -> READING
     READING    Opened, LayersReady                    StartRead of what is lacking       -> READING
     READING    ReadDone                               core BlocksArrived                 -> READING
@@ -44,10 +45,8 @@ and never looks into a digest.
 
 from __future__ import annotations
 
-import copy
-import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moonpool.core.protocol import (
     Abort,
@@ -58,6 +57,7 @@ from moonpool.core.protocol import (
     Decode,
     HandBackReason,
     HandedBack,
+    PrefixLocked,
     ReadEnded,
     Refused,
     RefuseReason,
@@ -68,6 +68,7 @@ from moonpool.core.protocol import (
 )
 from moonpool.handoff.arrival import Arrival
 from moonpool.handoff.config import HandoffConfig
+from moonpool.handoff.decode_handoff import DecodeHandoff, DecodeState
 from moonpool.handoff.effects import (
     CloseStream,
     DecodeEffect,
@@ -98,9 +99,7 @@ from moonpool.handoff.messages import (
     PrefillRequest,
     Reset,
     ResetReason,
-    RouterKey,
     SourceMessage,
-    SourceRef,
     WorkerMessage,
 )
 from moonpool.ids import AttemptId, RequestId, WorkerKey
@@ -110,60 +109,6 @@ from moonpool.inference.output import FinishReason
 _ROUTER_KNOWS = frozenset({ResetReason.REFUSED, ResetReason.ABORTED, ResetReason.SUPERSEDED})
 #: Commit failures that are nobody's fault: a hand-back after one of them costs no failure.
 _NO_FAULT = frozenset({HandBackReason.REVOKED, HandBackReason.PREEMPTED, HandBackReason.DRAINING})
-
-
-class DecodeState(enum.StrEnum):
-    #: The core has been asked and has not answered: nothing is held.
-    ASKED = "asked"
-    #: Blocks are reserved, the stream is open or reads are outstanding.
-    READING = "reading"
-    #: Admitted (or queued for a local prefill): the core's alone.
-    RUNNING = "running"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Handoff:
-    """One live attempt at one request."""
-
-    attempt_id: AttemptId
-    router: RouterKey
-    source: SourceRef | None
-    num_tokens: int
-    end_at: float
-    state: DecodeState = DecodeState.ASKED
-    #: ASKED: when the core's silence is a refusal. READING, not committed: when the source is lost.
-    patience_ends_at: float | None = None
-    is_stream_open: bool = False
-    #: READING only.
-    arrival: Arrival | None = None
-    #: Prefix of tokens that the core was told of.
-    num_told_tokens: int = 0
-    commit: Commit | None = None
-    is_source_lost: bool = False
-    #: Why the source failed the commit, if it did.
-    failure: HandBackReason | FinishReason | None = None
-    #: What the source did not have to compute; None until it said so.
-    num_source_cached_tokens: int | None = None
-
-    def fork(self) -> _Handoff:
-        handoff = copy.copy(self)
-        handoff.arrival = self.arrival.fork() if self.arrival is not None else None
-        return handoff
-
-    def key(self) -> tuple[object, ...]:
-        return (
-            self.attempt_id,
-            self.router,
-            self.source,
-            self.state,
-            self.is_stream_open,
-            self.arrival.key() if self.arrival is not None else None,
-            self.num_told_tokens,
-            self.commit,
-            self.is_source_lost,
-            self.failure,
-            self.num_source_cached_tokens,
-        )
 
 
 class DecodeHandoffs:
@@ -178,7 +123,7 @@ class DecodeHandoffs:
         self._key = key
         self._namespace = namespace
         self._config = config
-        self._handoffs: dict[RequestId, _Handoff] = {}
+        self._handoffs: dict[RequestId, DecodeHandoff] = {}
         #: Ended attempts whose reads have not: the core is owed a ReadEnded.
         self._ending: dict[AttemptId, Arrival] = {}
         self._ended = EndedAttempts(config.remember_s)
@@ -197,7 +142,8 @@ class DecodeHandoffs:
                 self._on_abort(message, now)
             case CoreFrameReceived(replies=replies):
                 for reply in replies:
-                    self._on_reply(reply, now)
+                    if not isinstance(reply, PrefixLocked):
+                        self._on_reply(reply, now)
             case SourceMessageReceived(message=message):
                 self._on_source_message(message, now)
             case StreamBroken(attempt_id=attempt_id):
@@ -309,7 +255,12 @@ class DecodeHandoffs:
         if known is not None and known.attempt_id >= attempt_id:
             return
         self._drop_lower(attempt_id, now)
-        handoff = _Handoff(
+        if not event.has_room:
+            reply = Refused(attempt_id=attempt_id, reason=RefuseReason.NO_BLOCKS)
+            self._effects.append(SendToRouter(router=event.router, message=reply))
+            self._ended.add(attempt_id, ResetReason.ABORTED, now)
+            return
+        handoff = DecodeHandoff(
             attempt_id=attempt_id,
             router=event.router,
             source=message.source,
@@ -323,6 +274,7 @@ class DecodeHandoffs:
                 request=message.request,
                 attempt=message.attempt,
                 has_source=message.source is not None,
+                num_peer_tokens=message.peer.num_tokens if message.peer is not None else 0,
             )
         )
 
@@ -343,6 +295,7 @@ class DecodeHandoffs:
     # -- the core --
 
     def _on_reply(self, reply: Reply, now: float) -> None:
+        assert not isinstance(reply, PrefixLocked)
         handoff = self._handoffs.get(reply.attempt_id.request_id)
         if handoff is None or handoff.attempt_id != reply.attempt_id:
             return
@@ -358,7 +311,7 @@ class DecodeHandoffs:
                 self._forget(handoff, now)
             case Reserved():
                 self._on_reserved(handoff, reply, now)
-            case Revoked():
+            case Revoked() if handoff.source is not None:
                 back = HandedBack(attempt_id=reply.attempt_id, reason=HandBackReason.REVOKED)
                 self._to_router(handoff, back)
                 self._end_reading(handoff)
@@ -370,7 +323,7 @@ class DecodeHandoffs:
             case _:
                 pass
 
-    def _on_reserved(self, handoff: _Handoff, reply: Reserved, now: float) -> None:
+    def _on_reserved(self, handoff: DecodeHandoff, reply: Reserved, now: float) -> None:
         assert handoff.state is DecodeState.ASKED, handoff
         assert handoff.source is not None, handoff
         handoff.state = DecodeState.READING
@@ -397,7 +350,7 @@ class DecodeHandoffs:
             )
         )
 
-    def _on_handed_back(self, handoff: _Handoff, reply: HandedBack, now: float) -> None:
+    def _on_handed_back(self, handoff: DecodeHandoff, reply: HandedBack, now: float) -> None:
         if handoff.failure in _NO_FAULT and reply.reason in (
             HandBackReason.SOURCE_LOST,
             HandBackReason.TOO_LONG_TO_REPAIR,
@@ -406,12 +359,16 @@ class DecodeHandoffs:
         self._to_router(handoff, reply)
         self._forget(handoff, now)
 
-    def _on_tokens(self, handoff: _Handoff, reply: TokensReady, now: float) -> None:
+    def _on_tokens(self, handoff: DecodeHandoff, reply: TokensReady, now: float) -> None:
         assert handoff.state is DecodeState.RUNNING, handoff
         if reply.num_cached_tokens is not None and handoff.num_source_cached_tokens is not None:
             # Read KV was not computed here, but the source may have computed it for this request.
             num_cached_tokens = min(reply.num_cached_tokens, handoff.num_source_cached_tokens)
-            reply = replace(reply, num_cached_tokens=num_cached_tokens)
+            reply = replace(
+                reply,
+                num_cached_tokens=num_cached_tokens,
+                num_peer_tokens=min(num_cached_tokens, handoff.num_source_peer_tokens),
+            )
         self._to_router(handoff, reply)
         if reply.run.finish_reason is not None:
             self._forget(handoff, now)
@@ -433,6 +390,7 @@ class DecodeHandoffs:
                 handoff.commit = message
                 handoff.patience_ends_at = None
                 handoff.num_source_cached_tokens = message.num_cached_tokens
+                handoff.num_source_peer_tokens = message.num_peer_tokens
                 self._admit_if_arrived(handoff)
             case CommitFailed(reason=reason):
                 handoff.failure = reason
@@ -448,7 +406,7 @@ class DecodeHandoffs:
             case _:
                 pass
 
-    def _announced(self, handoff: _Handoff, message: Opened | LayersReady) -> None:
+    def _announced(self, handoff: DecodeHandoff, message: Opened | LayersReady) -> None:
         assert handoff.arrival is not None, handoff
         assert handoff.source is not None, handoff
         if isinstance(message, Opened):
@@ -487,7 +445,7 @@ class DecodeHandoffs:
         if handoff.commit is None:
             self._lose_source(handoff)
 
-    def _lose_source(self, handoff: _Handoff) -> None:
+    def _lose_source(self, handoff: DecodeHandoff) -> None:
         """No more will come: go on with what is verified, once the outstanding reads have ended."""
         handoff.is_source_lost = True
         handoff.patience_ends_at = None
@@ -516,7 +474,7 @@ class DecodeHandoffs:
             handoff.num_told_tokens = num_tokens
             self._command(BlocksArrived(attempt_id=attempt_id, num_tokens=num_tokens))
 
-    def _admit_if_arrived(self, handoff: _Handoff) -> bool:
+    def _admit_if_arrived(self, handoff: DecodeHandoff) -> bool:
         """Arrived, once the source has said its last word and no read is outstanding."""
         assert handoff.arrival is not None, handoff
         if handoff.arrival.num_open_reads or not (handoff.commit or handoff.is_source_lost):
@@ -540,13 +498,13 @@ class DecodeHandoffs:
 
     # -- ends --
 
-    def _drop(self, handoff: _Handoff, now: float) -> None:
+    def _drop(self, handoff: DecodeHandoff, now: float) -> None:
         """End an attempt that the core still knows of."""
         self._command(Abort(attempt_id=handoff.attempt_id))
         self._end_reading(handoff)
         self._forget(handoff, now)
 
-    def _end_reading(self, handoff: _Handoff) -> None:
+    def _end_reading(self, handoff: DecodeHandoff) -> None:
         """Owe the core a ReadEnded: at once if no read is outstanding, else after the last one.
 
         A RUNNING attempt gets one too: the core may have revoked it before it saw Arrived.
@@ -560,13 +518,13 @@ class DecodeHandoffs:
         else:
             self._command(ReadEnded(attempt_id=handoff.attempt_id))
 
-    def _forget(self, handoff: _Handoff, now: float) -> None:
+    def _forget(self, handoff: DecodeHandoff, now: float) -> None:
         del self._handoffs[handoff.attempt_id.request_id]
         self._ended.add(handoff.attempt_id, ResetReason.ABORTED, now)
 
     # -- plumbing --
 
-    def _reading(self, attempt_id: AttemptId) -> _Handoff | None:
+    def _reading(self, attempt_id: AttemptId) -> DecodeHandoff | None:
         handoff = self._handoffs.get(attempt_id.request_id)
         if (
             handoff is None
@@ -576,7 +534,7 @@ class DecodeHandoffs:
             return None
         return handoff
 
-    def _close_stream(self, handoff: _Handoff) -> None:
+    def _close_stream(self, handoff: DecodeHandoff) -> None:
         if handoff.is_stream_open:
             handoff.is_stream_open = False
             self._effects.append(CloseStream(attempt_id=handoff.attempt_id))
@@ -593,7 +551,7 @@ class DecodeHandoffs:
     def _command(self, command: Command) -> None:
         self._effects.append(SendCommand(command=command))
 
-    def _to_router(self, handoff: _Handoff, message: WorkerMessage) -> None:
+    def _to_router(self, handoff: DecodeHandoff, message: WorkerMessage) -> None:
         self._effects.append(SendToRouter(router=handoff.router, message=message))
 
     def _take_effects(self) -> list[DecodeEffect]:

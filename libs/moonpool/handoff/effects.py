@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from moonpool.core.protocol import Command
 from moonpool.handoff.events import ReadId
 from moonpool.handoff.messages import (
+    HolderMessage,
     Open,
+    PrefixOpen,
     RouterKey,
     SourceMessage,
     SourceRef,
     StreamId,
     WorkerMessage,
 )
-from moonpool.ids import AttemptId, BlockId
+from moonpool.ids import AttemptId, BlockId, WorkerKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommand:
-    """Both roles. To this worker's core, in order."""
+    """All machines. To this worker's core, in order."""
 
     command: Command
 
@@ -49,23 +52,23 @@ class EndStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStream:
-    """Decode. Connect to the source and send `open`; failure to connect is StreamBroken."""
+    """Decode, fetch. Connect to `source` and send `open`; failure to connect is StreamBroken."""
 
     attempt_id: AttemptId
     source: SourceRef
-    open: Open
+    open: Open | PrefixOpen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseStream:
-    """Decode. End the stream of this attempt; its reads may be cut short, each still tells ReadDone."""
+    """Decode, fetch. End the stream of this attempt; each of its reads still tells ReadDone."""
 
     attempt_id: AttemptId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRead:
-    """Decode. Copy layers [first_layer, end_layer) of each source block to its target, then verify.
+    """Decode, fetch. Copy layers [first_layer, end_layer) of each block to its target, then verify.
 
     The two lists have the same length. `digests[i]` holds the expected leaves of block i: its layers
     ascending, within a layer the shards of KV heads.
@@ -78,8 +81,76 @@ class StartRead:
     first_layer: int
     end_layer: int
     digests: tuple[bytes, ...]
+    #: Of a fetch; else of a handoff.
+    is_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopReads:
+    """Fetch. Cut the attempt's reads short. Each still tells ReadDone, when nothing writes any more."""
+
+    attempt_id: AttemptId
+
+
+class FetchOutcome(enum.StrEnum):
+    """How a fetch ended. Label of a metric."""
+
+    #: Nothing was asked of the peer, since computing is believed to be faster.
+    RECOMPUTE = "recompute"
+    #: All that was wanted has come.
+    WHOLE = "whole"
+    #: All that the peer still held has come, less than was hoped for.
+    SHORT = "short"
+    #: The peer held nothing that was wanted.
+    ABSENT = "absent"
+    #: It took too long: what had come by then stays.
+    SLOW = "slow"
+    #: A block did not match its digest: what came before it stays.
+    DAMAGED = "damaged"
+    #: The peer would not lock it.
+    REFUSED = "refused"
+    #: The peer, or the way to it, was lost.
+    LOST = "lost"
+    #: The attempt ended, or its blocks went to an older request.
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordFetch:
+    """Fetch. For the books: what became of it, once for each FetchReserved."""
+
+    attempt_id: AttemptId
+    holder: WorkerKey
+    outcome: FetchOutcome
+    num_wanted_blocks: int
+    #: Verified, in order.
+    num_blocks: int
+    #: From the decision to the end.
+    elapsed_s: float
+    #: What was believed when it was decided; 0 if nothing was known.
+    predicted_s: float
+    recompute_s: float
+    #: What the peer said when it would not.
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOnPrefixStream:
+    """Hold. To the reader; the shell fills in the digests of PrefixOpened."""
+
+    stream_id: StreamId
+    message: HolderMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndPrefixStream:
+    """Hold. End the stream after what was sent; no PrefixStreamClosed is expected any more."""
+
+    stream_id: StreamId
 
 
 PrefillEffect = SendCommand | SendToRouter | SendOnStream | EndStream
 DecodeEffect = SendCommand | SendToRouter | OpenStream | CloseStream | StartRead
-HandoffEffect = PrefillEffect | DecodeEffect
+FetchEffect = SendCommand | OpenStream | CloseStream | StartRead | StopReads | RecordFetch
+HoldEffect = SendCommand | SendOnPrefixStream | EndPrefixStream
+HandoffEffect = PrefillEffect | DecodeEffect | FetchEffect | HoldEffect

@@ -6,12 +6,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moonpool.core.protocol import Reply
-from moonpool.handoff.messages import Open, RouterKey, RouterMessage, SourceMessage, StreamId
+from moonpool.handoff.messages import (
+    HolderMessage,
+    Open,
+    PeerPrefix,
+    PrefixOpen,
+    RouterKey,
+    RouterMessage,
+    SourceMessage,
+    StreamId,
+)
 from moonpool.ids import AttemptId
 
 
 class ReadId(NamedTuple):
-    """One read of one attempt on the decode side."""
+    """One read of one attempt, of a handoff or of a prefix."""
 
     attempt_id: AttemptId
     #: Counts from 0 within the attempt.
@@ -24,6 +33,8 @@ class RouterMessageReceived:
 
     router: RouterKey
     message: RouterMessage
+    #: Decode: False if the core is known to have no room, so that it need not be asked.
+    has_room: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +46,7 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreFrameReceived:
-    """Both roles. One frame of the core: `step` is the plan that runs after it."""
+    """All machines. One frame of the core: `step` is the plan that runs after it."""
 
     step: int
     replies: tuple[Reply, ...]
@@ -76,14 +87,14 @@ class SourceMessageReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamBroken:
-    """Decode. The stream was cut, could not be opened, or was ended by the source."""
+    """Decode, fetch. The stream was cut, could not be opened, or was ended by the other side."""
 
     attempt_id: AttemptId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadDone:
-    """Decode. A read has ended for good: no byte of it will be written any more.
+    """Decode, fetch. A read has ended for good: no byte of it will be written any more.
 
     Comes exactly once for each StartRead, even if the attempt has ended or the stream is closed.
     """
@@ -93,6 +104,43 @@ class ReadDone:
     is_ok: bool = True
     #: Indices, in StartRead's lists, of blocks with a leaf that did not match, ascending.
     bad_indices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerNamed:
+    """Fetch. The core has been asked for an attempt, and told that a peer may hold its beginning."""
+
+    attempt_id: AttemptId
+    peer: PeerPrefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptAborted:
+    """Fetch. The core has been sent Abort for this attempt."""
+
+    attempt_id: AttemptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderMessageReceived:
+    """Fetch. The holder says something on the prefix stream of `message.attempt_id`."""
+
+    message: HolderMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOpenReceived:
+    """Hold. A reader opened a prefix stream."""
+
+    stream_id: StreamId
+    open: PrefixOpen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStreamClosed:
+    """Hold. The reader ended its stream, or it was cut. Once per stream that was not ended here."""
+
+    stream_id: StreamId
 
 
 PrefillEvent = (
@@ -111,4 +159,11 @@ DecodeEvent = (
     | StreamBroken
     | ReadDone
 )
-HandoffEvent = PrefillEvent | DecodeEvent
+FetchEvent = (
+    PeerNamed | AttemptAborted | CoreFrameReceived | HolderMessageReceived | StreamBroken | ReadDone
+)
+HoldEvent = CoreFrameReceived | PrefixOpenReceived | PrefixStreamClosed
+#: What a shell may say; PeerNamed and AttemptAborted are said among the machines.
+HandoffEvent = (
+    PrefillEvent | DecodeEvent | HolderMessageReceived | PrefixOpenReceived | PrefixStreamClosed
+)

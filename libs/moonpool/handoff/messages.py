@@ -13,10 +13,16 @@ Three conversations, each a FIFO channel of its own, unordered among each other:
 
    The reader ends the stream when it needs nothing more; a cut means the same. No other message
    says "close": the end of the stream is the message, since a dead reader could not send one.
+4. reader -> holder, one stream per prefix that is read, whose life is the lock on the holder's blocks:
+   the reader sends one PrefixOpen and then only listens; the holder answers
 
-Digests. The machines never look into a digest. Opened and LayersReady leave the prefill machine with
-`digests` empty; the shell fills it from the leaf array at the moment of sending (`with_digests`), and
-the decode machine cuts it per block and hands the pieces to StartRead. Order: blocks as in the
+       PrefixOpened | PrefixFailed, after PrefixOpened perhaps PrefixFailed
+
+   and the stream ends as a handoff stream does.
+
+Digests. The machines never look into a digest. Opened, LayersReady and PrefixOpened leave their machine
+with `digests` empty; the shell fills it from the leaf array at the moment of sending (`with_digests`),
+and the reader's machine cuts it per block and hands the pieces to StartRead. Order: blocks as in the
 message, within a block its layers ascending, within a layer its shards of KV heads; every leaf has
 the same size, so a block's share is len(digests) / number of blocks.
 """
@@ -25,10 +31,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import NewType
+from typing import NewType, TypeVar
 
 from moonpool.core.protocol import HandBackReason, HandedBack, Refused, TokensReady
-from moonpool.ids import AttemptId, BlockId, WorkerKey
+from moonpool.ids import AttemptId, BlockHash, BlockId, WorkerKey
 from moonpool.inference.output import FinishReason
 from moonpool.inference.request import InferenceRequest
 
@@ -36,7 +42,7 @@ from moonpool.inference.request import InferenceRequest
 #: All state that a router made on a worker dies with it.
 RouterKey = NewType("RouterKey", str)
 
-#: One incoming handoff stream on the prefill side; minted by the worker's shell.
+#: One incoming stream of a reader, among those of its kind; minted by the worker's shell.
 StreamId = NewType("StreamId", int)
 
 
@@ -210,6 +216,8 @@ class Commit:
     finish_reason: FinishReason | None
     #: How many tokens of prompt + emitted the source did not have to compute.
     num_cached_tokens: int
+    #: Of those, how many it read from a peer for this attempt.
+    num_peer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +242,69 @@ class Reset:
 SourceMessage = Waiting | Opened | LayersReady | Commit | CommitFailed | Reset
 
 
-def with_digests(message: Opened | LayersReady, digests: bytes) -> Opened | LayersReady:
+# -- the prefix stream: reader -> holder --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOpen:
+    """The first and only message of the reader: lock what you hold of this chain."""
+
+    #: Of the reader; of no meaning to the holder but for its log.
+    attempt_id: AttemptId
+    reader: WorkerKey
+    #: Whom the reader believes it talks to.
+    holder: WorkerKey
+    #: Fingerprint of everything that changes the values of KV, and of the cluster's secret.
+    namespace: str
+    secret_fingerprint: str
+    #: The chain from its start, up to the last block that is wanted.
+    hashes: tuple[BlockHash, ...]
+    #: Index of the first block that is wanted.
+    first: int
+
+
+# -- the prefix stream: holder -> reader --
+
+
+class PrefixRefusal(enum.StrEnum):
+    """Why a holder locks nothing, or no longer."""
+
+    WRONG_INCARNATION = "wrong_incarnation"
+    WRONG_SECRET = "wrong_secret"
+    WRONG_NAMESPACE = "wrong_namespace"
+    #: As many prefixes are locked as may be, in all or for this reader.
+    TOO_MANY_LOCKS = "too_many_locks"
+    #: The core did not answer in time (a long step).
+    BUSY = "busy"
+    #: The reader has had the time that a reader gets.
+    EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOpened:
+    """Blocks [first, first + len(block_ids)) of the chain are locked; none if the chain ends before."""
+
+    attempt_id: AttemptId
+    block_ids: tuple[BlockId, ...]
+    #: All leaves of these blocks; filled by the shell.
+    digests: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFailed:
+    """The holder ends the stream."""
+
+    attempt_id: AttemptId
+    reason: PrefixRefusal
+    #: The same in words, with what differs.
+    message: str
+
+
+HolderMessage = PrefixOpened | PrefixFailed
+
+MessageT = TypeVar("MessageT", bound=Opened | LayersReady | PrefixOpened)
+
+
+def with_digests(message: MessageT, digests: bytes) -> MessageT:
     """The message with its leaves, as it goes on the wire (order: see the file's head)."""
     return replace(message, digests=digests)

@@ -50,6 +50,7 @@ from moonpool.core.protocol import (
     PrefillDone,
     PrefillFailed,
     PrefillStarted,
+    PrefixLocked,
     Refused,
     Release,
     Reply,
@@ -116,6 +117,8 @@ class _Handoff:
     announcement: Announcement | None = None
     first_token: int | None = None
     finish_reason: FinishReason | None = None
+    #: Of what was cached, how much this worker read from a peer; known when it is DONE.
+    num_peer_tokens: int = 0
     #: Set while it is DONE and nobody reads it.
     unclaimed_at: float | None = None
     #: When the reader is next told that it waits, if it hears nothing else.
@@ -135,6 +138,7 @@ class _Handoff:
             self.announcement.key() if self.announcement is not None else None,
             self.first_token,
             self.finish_reason,
+            self.num_peer_tokens,
         )
 
 
@@ -206,6 +210,11 @@ class PrefillHandoffs:
     def next_wakeup(self) -> float | None:
         """When `tick` has something to do next, or None."""
         return min(self._wakeups(), default=None)
+
+    def note_progress(self, now: float) -> list[PrefillEffect]:
+        """A prefix is being read from a peer: readers that wait for its prefill are kept patient."""
+        self._tell_waiting(now)
+        return self._take_effects()
 
     def is_live(self, attempt_id: AttemptId) -> bool:
         """This very attempt has begun here and has not ended."""
@@ -297,7 +306,13 @@ class PrefillHandoffs:
             end_at=now + message.deadline_s + self._config.deadline_grace_s,
         )
         self._handoffs[attempt_id.request_id] = handoff
-        self._command(Prefill(request=message.request, attempt=message.attempt))
+        self._command(
+            Prefill(
+                request=message.request,
+                attempt=message.attempt,
+                num_peer_tokens=message.peer.num_tokens if message.peer is not None else 0,
+            )
+        )
         parked = self._parked.get(attempt_id.request_id)
         if parked is not None and parked.attempt_id == attempt_id:
             del self._parked[attempt_id.request_id]
@@ -332,6 +347,8 @@ class PrefillHandoffs:
 
     def _on_core_frame(self, step: int, replies: tuple[Reply, ...], now: float) -> None:
         for reply in replies:
+            if isinstance(reply, PrefixLocked):
+                continue
             handoff = self._handoffs.get(reply.attempt_id.request_id)
             if handoff is None or handoff.attempt_id != reply.attempt_id:
                 continue
@@ -371,6 +388,7 @@ class PrefillHandoffs:
         handoff.state = PrefillState.DONE
         handoff.first_token = reply.first_token
         handoff.finish_reason = reply.finish_reason
+        handoff.num_peer_tokens = reply.num_peer_tokens
         run = TokenRun(
             first_position=handoff.position,
             token_ids=(reply.first_token,),
@@ -379,7 +397,10 @@ class PrefillHandoffs:
         self._to_router(
             handoff,
             TokensReady(
-                attempt_id=handoff.attempt_id, run=run, num_cached_tokens=reply.num_cached_tokens
+                attempt_id=handoff.attempt_id,
+                run=run,
+                num_cached_tokens=reply.num_cached_tokens,
+                num_peer_tokens=reply.num_peer_tokens,
             ),
         )
         if handoff.stream_id is None:
@@ -512,6 +533,7 @@ class PrefillHandoffs:
                 position=handoff.position,
                 finish_reason=handoff.finish_reason,
                 num_cached_tokens=handoff.announcement.num_cached_tokens,
+                num_peer_tokens=handoff.num_peer_tokens,
             ),
         )
 

@@ -1,23 +1,34 @@
-"""WorkerHandoffs: both roles of one worker behind one door, in the order that each event needs.
+"""WorkerHandoffs: the machines of one worker behind one door, in the order that each event needs.
 
-A worker's shell feeds it every event and performs the effects in order. Both machines see every
-router message, since a higher attempt in one role ends a lower one in the other.
+A worker's shell feeds it every event and performs the effects in order. Four machines: both roles of
+handoffs, and both ends of reads of prefixes. Both roles see every router message, since a higher attempt
+in one role ends a lower one in the other.
 
 A worker has at most one role in an attempt: a router that asks for the other as well is refused. So
-the core's replies are told apart by the attempt alone, and an Abort needs no role.
+the core's replies are told apart by the attempt alone, and an Abort needs no role; and since only an
+attempt without a source reads a prefix, its streams and reads are told apart by the attempt as well.
 """
 
 from __future__ import annotations
 
-from moonpool.core.protocol import Refused, RefuseReason
-from moonpool.handoff.config import HandoffConfig
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moonpool.core.protocol import Abort, Decode, Prefill, Refused, RefuseReason
+from moonpool.handoff.config import FetchConfig, HandoffConfig
 from moonpool.handoff.decode import DecodeHandoffs
-from moonpool.handoff.effects import HandoffEffect, SendToRouter
+from moonpool.handoff.effects import HandoffEffect, SendCommand, SendToRouter
 from moonpool.handoff.events import (
+    AttemptAborted,
     CoreFrameReceived,
     HandoffEvent,
+    HolderMessageReceived,
     LayersDone,
     OpenReceived,
+    PeerNamed,
+    PrefixOpenReceived,
+    PrefixStreamClosed,
     ReadDone,
     RouterLost,
     RouterMessageReceived,
@@ -25,35 +36,111 @@ from moonpool.handoff.events import (
     StreamBroken,
     StreamClosed,
 )
-from moonpool.handoff.messages import DecodeRequest, PrefillRequest
+from moonpool.handoff.fetch_holder import PrefixHolds
+from moonpool.handoff.fetch_reader import FetchReads
+from moonpool.handoff.messages import DecodeRequest, PeerPrefix, PrefillRequest
 from moonpool.handoff.prefill import PrefillHandoffs
 from moonpool.ids import WorkerKey
 
 
 class WorkerHandoffs:
-    """The handoff machines of one worker."""
+    """The handoff machines of one worker.
 
-    def __init__(self, *, key: WorkerKey, namespace: str, config: HandoffConfig) -> None:
+    Args:
+        key: This worker's id and incarnation.
+        namespace: Fingerprint of all that changes the values of this worker's KV.
+        secret_fingerprint: Of the cluster's secret.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: WorkerKey,
+        namespace: str,
+        secret_fingerprint: str = "",
+        config: HandoffConfig,
+        fetch: FetchConfig | None = None,
+    ) -> None:
+        fetch = fetch or FetchConfig()
         self.prefill = PrefillHandoffs(key=key, namespace=namespace, config=config)
         self.decode = DecodeHandoffs(key=key, namespace=namespace, config=config)
+        self.fetches = FetchReads(
+            key=key,
+            namespace=namespace,
+            secret_fingerprint=secret_fingerprint,
+            config=config,
+            fetch=fetch,
+        )
+        self.holds = PrefixHolds(
+            key=key, namespace=namespace, secret_fingerprint=secret_fingerprint, config=fetch
+        )
 
     def handle(self, event: HandoffEvent, now: float) -> list[HandoffEffect]:
         """Take one event; returns what is to be done, in order."""
         match event:
             case RouterMessageReceived(
                 router=router, message=PrefillRequest() | DecodeRequest() as message
-            ) if self._has_other_role(message):
-                reply = Refused(attempt_id=message.attempt_id, reason=RefuseReason.NEVER_FITS)
-                return [SendToRouter(router=router, message=reply)]
-            case RouterMessageReceived(message=PrefillRequest()):
-                # What ends goes before what begins: the core gets Abort before Prefill.
-                return [*self.decode.handle(event, now), *self.prefill.handle(event, now)]
-            case RouterMessageReceived() | RouterLost() | CoreFrameReceived():
-                return [*self.prefill.handle(event, now), *self.decode.handle(event, now)]
+            ):
+                if self._has_other_role(message):
+                    reply = Refused(attempt_id=message.attempt_id, reason=RefuseReason.NEVER_FITS)
+                    return [SendToRouter(router=router, message=reply)]
+                return self._on_request(event, message, now)
+            case RouterMessageReceived() | RouterLost():
+                return self._followed(
+                    [*self.prefill.handle(event, now), *self.decode.handle(event, now)], None, now
+                )
+            case CoreFrameReceived():
+                effects = [*self.prefill.handle(event, now), *self.decode.handle(event, now)]
+                return [
+                    *self._followed(effects, None, now),
+                    *self.fetches.handle(event, now),
+                    *self.holds.handle(event, now),
+                ]
             case LayersDone() | OpenReceived() | StreamClosed():
-                return list(self.prefill.handle(event, now))
-            case SourceMessageReceived() | StreamBroken() | ReadDone():
-                return list(self.decode.handle(event, now))
+                return self._followed(self.prefill.handle(event, now), None, now)
+            case ReadDone(read_id=read_id) if self.fetches.is_reading(read_id.attempt_id):
+                return [*self.fetches.handle(event, now), *self.prefill.note_progress(now)]
+            case StreamBroken():
+                return [*self.decode.handle(event, now), *self.fetches.handle(event, now)]
+            case SourceMessageReceived() | ReadDone():
+                return self._followed(self.decode.handle(event, now), None, now)
+            case HolderMessageReceived():
+                return list(self.fetches.handle(event, now))
+            case PrefixOpenReceived() | PrefixStreamClosed():
+                return list(self.holds.handle(event, now))
+
+    def _on_request(
+        self, event: RouterMessageReceived, message: PrefillRequest | DecodeRequest, now: float
+    ) -> list[HandoffEffect]:
+        has_source = isinstance(message, DecodeRequest) and message.source is not None
+        peer = None if has_source else self.fetches.worth_asking(message.peer, now)
+        if peer != message.peer:
+            event = replace(event, message=replace(message, peer=peer))
+        # What ends goes before what begins: the core gets Abort before Prefill or Decode.
+        if isinstance(message, PrefillRequest):
+            effects = [*self.decode.handle(event, now), *self.prefill.handle(event, now)]
+        else:
+            effects = [*self.prefill.handle(event, now), *self.decode.handle(event, now)]
+        return self._followed(effects, peer, now)
+
+    def _followed(
+        self, effects: Sequence[HandoffEffect], peer: PeerPrefix | None, now: float
+    ) -> list[HandoffEffect]:
+        """The effects, with what the core's attempts and their ends mean for their fetches."""
+        result: list[HandoffEffect] = []
+        for effect in effects:
+            result.append(effect)
+            match effect:
+                case SendCommand(
+                    command=Prefill(attempt_id=attempt_id, num_peer_tokens=num_peer_tokens)
+                    | Decode(attempt_id=attempt_id, num_peer_tokens=num_peer_tokens)
+                ) if num_peer_tokens and peer is not None:
+                    result += self.fetches.handle(PeerNamed(attempt_id=attempt_id, peer=peer), now)
+                case SendCommand(command=Abort(attempt_id=attempt_id)):
+                    result += self.fetches.handle(AttemptAborted(attempt_id=attempt_id), now)
+                case _:
+                    pass
+        return result
 
     def _has_other_role(self, message: PrefillRequest | DecodeRequest) -> bool:
         other = self.decode if isinstance(message, PrefillRequest) else self.prefill
@@ -61,30 +148,52 @@ class WorkerHandoffs:
 
     def tick(self, now: float) -> list[HandoffEffect]:
         """Do what is due. Call at `next_wakeup()` or later."""
-        return [*self.prefill.tick(now), *self.decode.tick(now)]
+        effects = [*self.prefill.tick(now), *self.decode.tick(now)]
+        return [
+            *self._followed(effects, None, now),
+            *self.fetches.tick(now),
+            *self.holds.tick(now),
+        ]
 
     def next_wakeup(self) -> float | None:
         """When `tick` has something to do next, or None."""
-        times = (self.prefill.next_wakeup(), self.decode.next_wakeup())
+        machines = (self.prefill, self.decode, self.fetches, self.holds)
+        times = [machine.next_wakeup() for machine in machines]
         return min((time for time in times if time is not None), default=None)
+
+    @property
+    def num_entries(self) -> int:
+        """What the machines have open: attempts, fetches and prefixes that are held."""
+        return (
+            self.prefill.num_handoffs
+            + self.decode.num_handoffs
+            + self.fetches.num_fetches
+            + self.holds.num_holds
+        )
 
     @property
     def is_quiet(self) -> bool:
         """No attempt, stream or read is open here."""
-        return self.prefill.is_quiet and self.decode.is_quiet
+        return all(
+            machine.is_quiet for machine in (self.prefill, self.decode, self.fetches, self.holds)
+        )
 
     def fork(self) -> WorkerHandoffs:
         """An independent copy, for exploration."""
-        fork = object.__new__(WorkerHandoffs)
+        fork = copy.copy(self)
         fork.prefill = self.prefill.fork()
         fork.decode = self.decode.fork()
+        fork.fetches = self.fetches.fork()
+        fork.holds = self.holds.fork()
         return fork
 
     def key(self) -> tuple[object, ...]:
         """Equal for machines that behave alike, their timers' exact times apart."""
-        return (self.prefill.key(), self.decode.key())
+        return (self.prefill.key(), self.decode.key(), self.fetches.key(), self.holds.key())
 
     def validate(self) -> None:
         """Check every invariant; for tests and debugging."""
         self.prefill.validate()
         self.decode.validate()
+        self.fetches.validate()
+        self.holds.validate()

@@ -109,6 +109,7 @@ def source_message_to_pb(
                     num_cached_tokens=message.num_cached_tokens,
                     last_layer_unix_ns=last_layer_unix_ns,
                     first_token_unix_ns=first_token_unix_ns,
+                    num_peer_tokens=message.num_peer_tokens,
                 )
             )
         case CommitFailed():
@@ -124,8 +125,8 @@ def source_message_from_pb(message: pb.FromPrefill, attempt_id: AttemptId) -> So
             return Waiting(attempt_id=attempt_id)
         case "opened":
             opened = message.opened
-            block_ids = _block_ids(opened.block_ids, "opened.block_ids")
-            _check_leaves(opened.leaves, len(block_ids), None, "opened.leaves")
+            block_ids = block_ids_from_pb(opened.block_ids, "opened.block_ids")
+            check_leaves(opened.leaves, len(block_ids), None, "opened.leaves")
             return Opened(
                 attempt_id=attempt_id,
                 num_cached_tokens=_num_tokens(opened.num_cached_tokens, "opened.num_cached_tokens"),
@@ -144,6 +145,7 @@ def source_message_from_pb(message: pb.FromPrefill, attempt_id: AttemptId) -> So
                 position=_num_tokens(commit.first_position, "commit.first_position"),
                 finish_reason=finish_reason_from_pb(commit.finish_reason, "commit.finish_reason"),
                 num_cached_tokens=_num_tokens(commit.num_cached_tokens, "commit.num_cached_tokens"),
+                num_peer_tokens=_num_tokens(commit.num_peer_tokens, "commit.num_peer_tokens"),
             )
         case "failed":
             return CommitFailed(
@@ -160,7 +162,7 @@ def source_message_from_pb(message: pb.FromPrefill, attempt_id: AttemptId) -> So
 
 
 def _layers_from_pb(layers: pb.HandoffLayersReady, attempt_id: AttemptId) -> LayersReady:
-    block_ids = _block_ids(layers.block_ids, "layers.block_ids")
+    block_ids = block_ids_from_pb(layers.block_ids, "layers.block_ids")
     if not block_ids:
         raise invalid("layers.block_ids", "is empty")
     end = _num_tokens(layers.end, "layers.end")
@@ -169,7 +171,7 @@ def _layers_from_pb(layers: pb.HandoffLayersReady, attempt_id: AttemptId) -> Lay
     start = between(layers.start, "layers.start", low=0, high=max(end - 1, 0))
     if end <= start:
         raise invalid("layers.end", f"is {end}; allowed is above start = {start}")
-    _check_leaves(layers.leaves, len(block_ids), end_layer - first_layer, "layers.leaves")
+    check_leaves(layers.leaves, len(block_ids), end_layer - first_layer, "layers.leaves")
     return LayersReady(
         attempt_id=attempt_id,
         start=start,
@@ -181,7 +183,8 @@ def _layers_from_pb(layers: pb.HandoffLayersReady, attempt_id: AttemptId) -> Lay
     )
 
 
-def _block_ids(values: Sequence[int], path: str) -> tuple[BlockId, ...]:
+def block_ids_from_pb(values: Sequence[int], path: str) -> tuple[BlockId, ...]:
+    """Blocks of a pool, each named once. Raises InvalidMessageError."""
     if len(values) > MAX_TOKENS:
         raise invalid(path, f"has {len(values)} blocks; at most {MAX_TOKENS} are allowed")
     result = tuple(map(BlockId, values))
@@ -196,10 +199,10 @@ def _num_tokens(value: int, path: str) -> int:
     return between(value, path, low=0, high=2 * MAX_TOKENS)
 
 
-def _check_leaves(leaves: bytes, num_blocks: int, num_layers: int | None, path: str) -> None:
+def check_leaves(leaves: bytes, num_blocks: int, num_layers: int | None, path: str) -> None:
     """Whole leaves, as many for each block; of `num_layers` layers if that is known.
 
-    Shards of KV heads multiply the number, so it may be a multiple.
+    Raises InvalidMessageError. Shards of KV heads multiply the number, so it may be a multiple.
     """
     if num_blocks == 0:
         if leaves:

@@ -12,6 +12,7 @@ from moonpool.core.protocol import HandBackReason, HandedBack, Refused, RefuseRe
 from moonpool.handoff.messages import (
     AbortRequest,
     DecodeRequest,
+    PeerPrefix,
     PrefillRequest,
     RouterMessage,
     SourceRef,
@@ -96,6 +97,7 @@ def router_message_to_pb(message: RouterHello | RouterMessage | Ping) -> pb.Rout
                 request=request_to_pb(message.request),
                 attempt=message.attempt,
                 deadline_ms=_deadline_ms(message.deadline_s),
+                peer=_peer_to_pb(message.peer),
             )
             return pb.RouterMessage(prefill=prefill)
         case DecodeRequest():
@@ -107,6 +109,7 @@ def router_message_to_pb(message: RouterHello | RouterMessage | Ping) -> pb.Rout
                 source=pb.Source(worker=worker_key_to_pb(source.key), grpc_address=source.address)
                 if source is not None
                 else None,
+                peer=_peer_to_pb(message.peer),
             )
             return pb.RouterMessage(decode=decode)
         case AbortRequest():
@@ -127,6 +130,9 @@ def router_message_from_pb(message: pb.RouterMessage) -> RouterHello | RouterMes
                 request=request_from_pb(prefill.request, "prefill.request"),
                 attempt=attempt_from_pb(prefill.attempt, "prefill.attempt"),
                 deadline_s=_deadline_s(prefill.deadline_ms, "prefill.deadline_ms"),
+                peer=_peer_from_pb(prefill.peer, "prefill.peer")
+                if prefill.HasField("peer")
+                else None,
             )
         case "decode":
             decode = message.decode
@@ -137,6 +143,7 @@ def router_message_from_pb(message: pb.RouterMessage) -> RouterHello | RouterMes
                 source=_source_from_pb(decode.source, "decode.source")
                 if decode.HasField("source")
                 else None,
+                peer=_peer_from_pb(decode.peer, "decode.peer") if decode.HasField("peer") else None,
             )
         case "abort":
             abort = message.abort
@@ -173,6 +180,7 @@ def frame_message_to_pb(
                         attempt_id=attempt_id_to_pb(message.attempt_id),
                         run=token_run_to_pb(message.run),
                         num_cached_tokens=message.num_cached_tokens,
+                        num_peer_tokens=message.num_peer_tokens,
                         is_prefill_side=report.is_prefill_side,
                     )
                 )
@@ -223,6 +231,12 @@ def _frame_from_pb(frame: pb.WorkerFrame) -> WorkerFrame:
                 )
                 if item.HasField("num_cached_tokens")
                 else None,
+                num_peer_tokens=between(
+                    item.num_peer_tokens,
+                    f"frame.tokens[{index}].num_peer_tokens",
+                    low=0,
+                    high=item.num_cached_tokens,
+                ),
             ),
             is_prefill_side=item.is_prefill_side,
         )
@@ -265,6 +279,22 @@ def _source_from_pb(message: pb.Source, path: str) -> SourceRef:
     return SourceRef(
         key=worker_key_from_pb(message.worker, f"{path}.worker"),
         address=name(message.grpc_address, f"{path}.grpc_address"),
+    )
+
+
+def _peer_to_pb(peer: PeerPrefix | None) -> pb.Peer | None:
+    if peer is None:
+        return None
+    return pb.Peer(
+        worker=worker_key_to_pb(peer.key), grpc_address=peer.address, num_tokens=peer.num_tokens
+    )
+
+
+def _peer_from_pb(message: pb.Peer, path: str) -> PeerPrefix:
+    return PeerPrefix(
+        key=worker_key_from_pb(message.worker, f"{path}.worker"),
+        address=name(message.grpc_address, f"{path}.grpc_address"),
+        num_tokens=between(message.num_tokens, f"{path}.num_tokens", low=1, high=2 * MAX_TOKENS),
     )
 
 

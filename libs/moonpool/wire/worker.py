@@ -296,6 +296,7 @@ def ledger_to_pb(report: LedgerReport) -> pb.LedgerReply:
         num_reads=report.num_reads,
         num_router_sessions=report.num_router_sessions,
         is_quiet=report.is_quiet,
+        num_prefix_locks=ledger.num_prefix_locks,
     )
 
 
@@ -311,6 +312,7 @@ def ledger_from_pb(message: pb.LedgerReply) -> LedgerReport:
         num_reserved=message.num_reserved,
         num_prefills=message.num_prefills,
         num_quarantined=message.num_quarantined,
+        num_prefix_locks=message.num_prefix_locks,
     )
     if ledger.num_free + ledger.num_cached + ledger.num_referenced != ledger.num_total:
         raise invalid("num_total", "is not the sum of free, cached and referenced blocks")

@@ -61,3 +61,113 @@ class TraceReply(_message.Message):
     request_id: str
     spans: _containers.RepeatedCompositeFieldContainer[_worker_pb2.SpanReport]
     def __init__(self, request_id: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_worker_pb2.SpanReport, _Mapping]]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainedCandidate(_message.Message):
+    __slots__ = ("worker", "filtered", "score", "terms")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FILTERED_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    worker: _request_pb2.WorkerKey
+    filtered: str
+    score: float
+    terms: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., filtered: _Optional[str] = ..., score: _Optional[float] = ..., terms: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class ExplainedLeg(_message.Message):
+    __slots__ = ("chosen", "term_names", "candidates")
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    TERM_NAMES_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    chosen: _request_pb2.WorkerKey
+    term_names: _containers.RepeatedScalarFieldContainer[str]
+    candidates: _containers.RepeatedCompositeFieldContainer[ExplainedCandidate]
+    def __init__(self, chosen: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., term_names: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ...) -> None: ...
+
+class ExplainedDisagg(_message.Message):
+    __slots__ = ("is_remote", "reason", "num_uncached_tokens", "num_cached_tokens", "threshold_tokens", "num_prefill_workers", "least_queued_tokens", "local_s", "remote_s", "breaks_tpot")
+    IS_REMOTE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_S_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_S_FIELD_NUMBER: _ClassVar[int]
+    BREAKS_TPOT_FIELD_NUMBER: _ClassVar[int]
+    is_remote: bool
+    reason: str
+    num_uncached_tokens: int
+    num_cached_tokens: int
+    threshold_tokens: int
+    num_prefill_workers: int
+    least_queued_tokens: int
+    local_s: float
+    remote_s: float
+    breaks_tpot: bool
+    def __init__(self, is_remote: _Optional[bool] = ..., reason: _Optional[str] = ..., num_uncached_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., threshold_tokens: _Optional[int] = ..., num_prefill_workers: _Optional[int] = ..., least_queued_tokens: _Optional[int] = ..., local_s: _Optional[float] = ..., remote_s: _Optional[float] = ..., breaks_tpot: _Optional[bool] = ...) -> None: ...
+
+class ExplainedPlan(_message.Message):
+    __slots__ = ("worker", "kind", "num_cached_tokens", "num_read_tokens", "num_computed_tokens", "peer", "num_peer_tokens", "queue_s", "load_s", "compute_s", "exposed_s")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    worker: _request_pb2.WorkerKey
+    kind: str
+    num_cached_tokens: int
+    num_read_tokens: int
+    num_computed_tokens: int
+    peer: _request_pb2.WorkerKey
+    num_peer_tokens: int
+    queue_s: float
+    load_s: float
+    compute_s: float
+    exposed_s: float
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., kind: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., peer: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., num_peer_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
+
+class ExplainedPlacement(_message.Message):
+    __slots__ = ("attempt", "policy", "is_measured", "num_tokens", "decode", "disagg", "prefill", "plan", "previous_outcome", "age_s")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    IS_MEASURED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    DISAGG_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    policy: str
+    is_measured: bool
+    num_tokens: int
+    decode: ExplainedLeg
+    disagg: ExplainedDisagg
+    prefill: ExplainedLeg
+    plan: ExplainedPlan
+    previous_outcome: str
+    age_s: float
+    def __init__(self, attempt: _Optional[int] = ..., policy: _Optional[str] = ..., is_measured: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., decode: _Optional[_Union[ExplainedLeg, _Mapping]] = ..., disagg: _Optional[_Union[ExplainedDisagg, _Mapping]] = ..., prefill: _Optional[_Union[ExplainedLeg, _Mapping]] = ..., plan: _Optional[_Union[ExplainedPlan, _Mapping]] = ..., previous_outcome: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("request_id", "placements")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    placements: _containers.RepeatedCompositeFieldContainer[ExplainedPlacement]
+    def __init__(self, request_id: _Optional[str] = ..., placements: _Optional[_Iterable[_Union[ExplainedPlacement, _Mapping]]] = ...) -> None: ...

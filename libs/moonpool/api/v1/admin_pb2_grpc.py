@@ -44,6 +44,11 @@ class RouterAdminStub:
                 request_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.TraceRequest.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.TraceReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/moonpool.api.v1.RouterAdmin/Explain',
+                request_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class RouterAdminServicer:
@@ -61,6 +66,12 @@ class RouterAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +84,11 @@ def add_RouterAdminServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.TraceRequest.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.TraceReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +145,33 @@ class RouterAdmin:
             '/moonpool.api.v1.RouterAdmin/Trace',
             moonpool_dot_api_dot_v1_dot_admin__pb2.TraceRequest.SerializeToString,
             moonpool_dot_api_dot_v1_dot_admin__pb2.TraceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.api.v1.RouterAdmin/Explain',
+            moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

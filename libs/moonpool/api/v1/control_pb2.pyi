@@ -1,3 +1,4 @@
+from moonpool.api.v1 import kv_pb2 as _kv_pb2
 from moonpool.api.v1 import request_pb2 as _request_pb2
 from moonpool.api.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
@@ -8,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Announce(_message.Message):
-    __slots__ = ("protocol_major", "worker", "role", "grpc_address", "model", "sequence", "load", "valid_for_ms", "is_leaving")
+    __slots__ = ("protocol_major", "worker", "role", "grpc_address", "model", "sequence", "load", "valid_for_ms", "is_leaving", "kv_head")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +19,7 @@ class Announce(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     VALID_FOR_MS_FIELD_NUMBER: _ClassVar[int]
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    KV_HEAD_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     worker: _request_pb2.WorkerKey
     role: _worker_pb2.Role
@@ -27,7 +29,24 @@ class Announce(_message.Message):
     load: _worker_pb2.Load
     valid_for_ms: int
     is_leaving: bool
-    def __init__(self, protocol_major: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., grpc_address: _Optional[str] = ..., model: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., valid_for_ms: _Optional[int] = ..., is_leaving: _Optional[bool] = ...) -> None: ...
+    kv_head: _kv_pb2.KvSetHead
+    def __init__(self, protocol_major: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., grpc_address: _Optional[str] = ..., model: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., valid_for_ms: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., kv_head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ...) -> None: ...
+
+class KvEvents(_message.Message):
+    __slots__ = ("protocol_major", "worker", "head", "is_cleared", "removed_keys", "stored")
+    PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    IS_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    protocol_major: int
+    worker: _request_pb2.WorkerKey
+    head: _kv_pb2.KvSetHead
+    is_cleared: bool
+    removed_keys: bytes
+    stored: _kv_pb2.KvKeys
+    def __init__(self, protocol_major: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ..., is_cleared: _Optional[bool] = ..., removed_keys: _Optional[bytes] = ..., stored: _Optional[_Union[_kv_pb2.KvKeys, _Mapping]] = ...) -> None: ...
 
 class Who(_message.Message):
     __slots__ = ("router_id",)

@@ -46,7 +46,7 @@ class KvLayout(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
 
 class KvRegion(_message.Message):
-    __slots__ = ("worker", "layout", "pool_bytes", "digest_kind", "host_id", "fd_socket", "grpc_address")
+    __slots__ = ("worker", "layout", "pool_bytes", "digest_kind", "host_id", "fd_socket", "grpc_address", "nixl")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class KvRegion(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     FD_SOCKET_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
     worker: _request_pb2.WorkerKey
     layout: KvLayout
     pool_bytes: int
@@ -61,7 +62,36 @@ class KvRegion(_message.Message):
     host_id: str
     fd_socket: str
     grpc_address: str
-    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., digest_kind: _Optional[str] = ..., host_id: _Optional[str] = ..., fd_socket: _Optional[str] = ..., grpc_address: _Optional[str] = ...) -> None: ...
+    nixl: NixlAccess
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., digest_kind: _Optional[str] = ..., host_id: _Optional[str] = ..., fd_socket: _Optional[str] = ..., grpc_address: _Optional[str] = ..., nixl: _Optional[_Union[NixlAccess, _Mapping]] = ...) -> None: ...
+
+class NixlAccess(_message.Message):
+    __slots__ = ("agent_metadata", "base_address")
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    agent_metadata: bytes
+    base_address: int
+    def __init__(self, agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ...) -> None: ...
+
+class KvSetHead(_message.Message):
+    __slots__ = ("sequence", "count", "digest")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    count: int
+    digest: int
+    def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class KvKeys(_message.Message):
+    __slots__ = ("keys", "run_starts", "run_parents")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    RUN_STARTS_FIELD_NUMBER: _ClassVar[int]
+    RUN_PARENTS_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    run_starts: bytes
+    run_parents: bytes
+    def __init__(self, keys: _Optional[bytes] = ..., run_starts: _Optional[bytes] = ..., run_parents: _Optional[bytes] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
     __slots__ = ("open", "spans", "credit_bytes")

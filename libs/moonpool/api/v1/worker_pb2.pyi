@@ -84,7 +84,7 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[_Union[ModelNamespace, _Mapping]] = ..., secret_fingerprint: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[_kv_pb2.KvRegion, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., grpc_address: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_running", "num_waiting", "num_reserved", "num_prefills", "num_queued_tokens", "step_age_ms", "is_draining")
+    __slots__ = ("num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_running", "num_waiting", "num_reserved", "num_prefills", "num_queued_tokens", "step_age_ms", "is_draining", "fits")
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class Load(_message.Message):
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    FITS_FIELD_NUMBER: _ClassVar[int]
     num_total_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
@@ -105,7 +106,50 @@ class Load(_message.Message):
     num_queued_tokens: int
     step_age_ms: int
     is_draining: bool
-    def __init__(self, num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_reserved: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    fits: Fits
+    def __init__(self, num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_reserved: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., is_draining: _Optional[bool] = ..., fits: _Optional[_Union[Fits, _Mapping]] = ...) -> None: ...
+
+class Fits(_message.Message):
+    __slots__ = ("prefill", "decode", "transfers")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    prefill: PrefillCost
+    decode: DecodeCost
+    transfers: _containers.RepeatedCompositeFieldContainer[TransferCost]
+    def __init__(self, prefill: _Optional[_Union[PrefillCost, _Mapping]] = ..., decode: _Optional[_Union[DecodeCost, _Mapping]] = ..., transfers: _Optional[_Iterable[_Union[TransferCost, _Mapping]]] = ...) -> None: ...
+
+class PrefillCost(_message.Message):
+    __slots__ = ("base_s", "per_token_s", "per_work_s", "max_step_tokens")
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PER_WORK_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    base_s: float
+    per_token_s: float
+    per_work_s: float
+    max_step_tokens: int
+    def __init__(self, base_s: _Optional[float] = ..., per_token_s: _Optional[float] = ..., per_work_s: _Optional[float] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+
+class DecodeCost(_message.Message):
+    __slots__ = ("base_s", "per_context_token_s", "per_request_s")
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PER_REQUEST_S_FIELD_NUMBER: _ClassVar[int]
+    base_s: float
+    per_context_token_s: float
+    per_request_s: float
+    def __init__(self, base_s: _Optional[float] = ..., per_context_token_s: _Optional[float] = ..., per_request_s: _Optional[float] = ...) -> None: ...
+
+class TransferCost(_message.Message):
+    __slots__ = ("peer", "latency_s", "bytes_per_s")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    peer: _request_pb2.WorkerKey
+    latency_s: float
+    bytes_per_s: float
+    def __init__(self, peer: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., latency_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("worker", "grpc_address")
@@ -115,27 +159,41 @@ class Source(_message.Message):
     grpc_address: str
     def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., grpc_address: _Optional[str] = ...) -> None: ...
 
+class Peer(_message.Message):
+    __slots__ = ("worker", "grpc_address", "num_tokens")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker: _request_pb2.WorkerKey
+    grpc_address: str
+    num_tokens: int
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., grpc_address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class PrefillCommand(_message.Message):
-    __slots__ = ("request", "attempt", "deadline_ms")
+    __slots__ = ("request", "attempt", "deadline_ms", "peer")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     request: _request_pb2.Request
     attempt: int
     deadline_ms: int
-    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., attempt: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    peer: Peer
+    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., attempt: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("request", "attempt", "deadline_ms", "source")
+    __slots__ = ("request", "attempt", "deadline_ms", "source", "peer")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     request: _request_pb2.Request
     attempt: int
     deadline_ms: int
     source: Source
-    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., attempt: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
+    peer: Peer
+    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., attempt: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class AbortCommand(_message.Message):
     __slots__ = ("attempt_id", "choice")
@@ -164,16 +222,18 @@ class Ping(_message.Message):
     def __init__(self) -> None: ...
 
 class TokenReport(_message.Message):
-    __slots__ = ("attempt_id", "run", "num_cached_tokens", "is_prefill_side")
+    __slots__ = ("attempt_id", "run", "num_cached_tokens", "is_prefill_side", "num_peer_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_PREFILL_SIDE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _request_pb2.AttemptId
     run: _request_pb2.TokenRun
     num_cached_tokens: int
     is_prefill_side: bool
-    def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., run: _Optional[_Union[_request_pb2.TokenRun, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., is_prefill_side: _Optional[bool] = ...) -> None: ...
+    num_peer_tokens: int
+    def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., run: _Optional[_Union[_request_pb2.TokenRun, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., is_prefill_side: _Optional[bool] = ..., num_peer_tokens: _Optional[int] = ...) -> None: ...
 
 class RefusedReport(_message.Message):
     __slots__ = ("attempt_id", "reason", "is_prefill_side")
@@ -290,7 +350,7 @@ class HandoffLayersReady(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., leaves: _Optional[bytes] = ...) -> None: ...
 
 class HandoffCommit(_message.Message):
-    __slots__ = ("choice", "first_position", "first_token", "finish_reason", "num_cached_tokens", "last_layer_unix_ns", "first_token_unix_ns")
+    __slots__ = ("choice", "first_position", "first_token", "finish_reason", "num_cached_tokens", "last_layer_unix_ns", "first_token_unix_ns", "num_peer_tokens")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +358,7 @@ class HandoffCommit(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAST_LAYER_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     first_position: int
     first_token: int
@@ -305,7 +366,8 @@ class HandoffCommit(_message.Message):
     num_cached_tokens: int
     last_layer_unix_ns: int
     first_token_unix_ns: int
-    def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., first_token: _Optional[int] = ..., finish_reason: _Optional[_Union[_request_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., last_layer_unix_ns: _Optional[int] = ..., first_token_unix_ns: _Optional[int] = ...) -> None: ...
+    num_peer_tokens: int
+    def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., first_token: _Optional[int] = ..., finish_reason: _Optional[_Union[_request_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., last_layer_unix_ns: _Optional[int] = ..., first_token_unix_ns: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffFailed(_message.Message):
     __slots__ = ("reason",)
@@ -339,6 +401,56 @@ class FromPrefill(_message.Message):
     reset: HandoffReset
     def __init__(self, opened: _Optional[_Union[HandoffOpened, _Mapping]] = ..., layers: _Optional[_Union[HandoffLayersReady, _Mapping]] = ..., commit: _Optional[_Union[HandoffCommit, _Mapping]] = ..., failed: _Optional[_Union[HandoffFailed, _Mapping]] = ..., waiting: _Optional[_Union[HandoffWaiting, _Mapping]] = ..., reset: _Optional[_Union[HandoffReset, _Mapping]] = ...) -> None: ...
 
+class PrefixOpen(_message.Message):
+    __slots__ = ("attempt_id", "reader", "holder", "namespace_fingerprint", "secret_fingerprint", "traceparent", "hashes", "first")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: _request_pb2.AttemptId
+    reader: _request_pb2.WorkerKey
+    holder: _request_pb2.WorkerKey
+    namespace_fingerprint: str
+    secret_fingerprint: str
+    traceparent: str
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    first: int
+    def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., reader: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., holder: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., namespace_fingerprint: _Optional[str] = ..., secret_fingerprint: _Optional[str] = ..., traceparent: _Optional[str] = ..., hashes: _Optional[_Iterable[bytes]] = ..., first: _Optional[int] = ...) -> None: ...
+
+class FromReader(_message.Message):
+    __slots__ = ("open",)
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    open: PrefixOpen
+    def __init__(self, open: _Optional[_Union[PrefixOpen, _Mapping]] = ...) -> None: ...
+
+class PrefixOpened(_message.Message):
+    __slots__ = ("block_ids", "leaves")
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    leaves: bytes
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., leaves: _Optional[bytes] = ...) -> None: ...
+
+class PrefixFailed(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class FromHolder(_message.Message):
+    __slots__ = ("opened", "failed")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    opened: PrefixOpened
+    failed: PrefixFailed
+    def __init__(self, opened: _Optional[_Union[PrefixOpened, _Mapping]] = ..., failed: _Optional[_Union[PrefixFailed, _Mapping]] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -348,7 +460,7 @@ class LedgerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LedgerReply(_message.Message):
-    __slots__ = ("worker", "num_total", "num_free", "num_cached", "num_referenced", "num_running", "num_waiting", "num_reserved", "num_prefills", "num_quarantined", "num_handoffs", "num_open_streams", "num_reads", "num_router_sessions", "is_quiet")
+    __slots__ = ("worker", "num_total", "num_free", "num_cached", "num_referenced", "num_running", "num_waiting", "num_reserved", "num_prefills", "num_quarantined", "num_handoffs", "num_open_streams", "num_reads", "num_router_sessions", "is_quiet", "num_prefix_locks")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +476,7 @@ class LedgerReply(_message.Message):
     NUM_READS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTER_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     IS_QUIET_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_LOCKS_FIELD_NUMBER: _ClassVar[int]
     worker: _request_pb2.WorkerKey
     num_total: int
     num_free: int
@@ -379,7 +492,8 @@ class LedgerReply(_message.Message):
     num_reads: int
     num_router_sessions: int
     is_quiet: bool
-    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., num_total: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_referenced: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_reserved: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_handoffs: _Optional[int] = ..., num_open_streams: _Optional[int] = ..., num_reads: _Optional[int] = ..., num_router_sessions: _Optional[int] = ..., is_quiet: _Optional[bool] = ...) -> None: ...
+    num_prefix_locks: int
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., num_total: _Optional[int] = ..., num_free: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_referenced: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_reserved: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_handoffs: _Optional[int] = ..., num_open_streams: _Optional[int] = ..., num_reads: _Optional[int] = ..., num_router_sessions: _Optional[int] = ..., is_quiet: _Optional[bool] = ..., num_prefix_locks: _Optional[int] = ...) -> None: ...
 
 class StepsRequest(_message.Message):
     __slots__ = ("after_step", "max_steps")
@@ -420,5 +534,27 @@ class DrainRequest(_message.Message):
     def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
 
 class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: _request_pb2.WorkerKey
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ...) -> None: ...
+
+class SnapshotPart(_message.Message):
+    __slots__ = ("head", "blocks")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    head: _kv_pb2.KvSetHead
+    blocks: _kv_pb2.KvKeys
+    def __init__(self, head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ..., blocks: _Optional[_Union[_kv_pb2.KvKeys, _Mapping]] = ...) -> None: ...
+
+class ClearCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClearCacheReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

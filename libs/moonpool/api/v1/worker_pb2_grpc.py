@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromDecode.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromPrefill.FromString,
                 _registered_method=True)
+        self.ReadPrefix = channel.stream_stream(
+                '/moonpool.api.v1.Worker/ReadPrefix',
+                request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromReader.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromHolder.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/moonpool.api.v1.Worker/Describe',
                 request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
@@ -64,6 +69,16 @@ class WorkerStub:
                 request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Snapshot = channel.unary_stream(
+                '/moonpool.api.v1.Worker/Snapshot',
+                request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.SnapshotPart.FromString,
+                _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/moonpool.api.v1.Worker/ClearCache',
+                request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.ClearCacheReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -76,6 +91,12 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Handoff(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadPrefix(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +126,18 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Snapshot(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearCache(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -117,6 +150,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Handoff,
                     request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromDecode.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromPrefill.SerializeToString,
+            ),
+            'ReadPrefix': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReadPrefix,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromReader.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromHolder.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -137,6 +175,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.DrainReply.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.SnapshotRequest.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.SnapshotPart.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.ClearCacheRequest.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.ClearCacheReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -193,6 +241,33 @@ class Worker:
             '/moonpool.api.v1.Worker/Handoff',
             moonpool_dot_api_dot_v1_dot_worker__pb2.FromDecode.SerializeToString,
             moonpool_dot_api_dot_v1_dot_worker__pb2.FromPrefill.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadPrefix(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moonpool.api.v1.Worker/ReadPrefix',
+            moonpool_dot_api_dot_v1_dot_worker__pb2.FromReader.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_worker__pb2.FromHolder.FromString,
             options,
             channel_credentials,
             insecure,
@@ -301,6 +376,60 @@ class Worker:
             '/moonpool.api.v1.Worker/Drain',
             moonpool_dot_api_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             moonpool_dot_api_dot_v1_dot_worker__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.api.v1.Worker/Snapshot',
+            moonpool_dot_api_dot_v1_dot_worker__pb2.SnapshotRequest.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_worker__pb2.SnapshotPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.api.v1.Worker/ClearCache',
+            moonpool_dot_api_dot_v1_dot_worker__pb2.ClearCacheRequest.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_worker__pb2.ClearCacheReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,258 @@
+"""FetchChooser: whether to read a prefix from a peer or to compute it, and how long to wait for it.
+
+Rules
+- Measured against measured: what earlier fetches from this peer took (TransferFit), behind those that
+  are under way, against this worker's own prefill cost. What is not known is not waited for long.
+- Patience is in proportion: a peer that has never let us down may take a good part of what computing
+  would take to bring its first piece; one that has, and is tried again, a few hundredths of it. So with
+  a peer that has become slow, one hit in a while loses a little, and all others nothing.
+- A peer is tried again only where it could succeed in that time, or after so many hits were computed
+  that one more does not show.
+- A peer of which nothing good is known is tried by one fetch at a time.
+- A peer that was lost, would not, or sent what does not verify is left alone, each time twice as long.
+- When pieces come, their pace decides: the fetch goes on as long as the rest of it will be here sooner
+  than it would be computed.
+
+Knowledge is per incarnation, bounded, and forgotten in the order of last use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from moonpool.handoff.config import FetchConfig, FetchMode
+from moonpool.handoff.messages import PeerPrefix
+from moonpool.ids import WorkerKey
+from moonpool.latency.costs import PrefillCost
+from moonpool.latency.load_or_recompute import load_or_recompute
+from moonpool.latency.transfer_fit import PRIOR, TransferFit
+
+#: Incarnations that are remembered.
+_MAX_PEERS = 1_024
+#: What computing costs while nothing is known of it: then only time limits a fetch.
+_UNKNOWN = PrefillCost(base_s=0.0, per_token_s=0.0, per_work_s=0.0, max_step_tokens=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPlan:
+    """A fetch that was decided, and what it is held to."""
+
+    #: Until the first piece is here.
+    patience_s: float
+    #: In all: computing would be done by then.
+    limit_s: float
+    #: What was believed.
+    predicted_s: float
+    #: 0 if nothing was known.
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchTicket:
+    """A fetch that has begun, for its end."""
+
+    key: WorkerKey
+    num_bytes: int
+    begun_at: float
+    #: What the peer had delivered in all by then.
+    num_bytes_before: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Peer:
+    """What is known of one incarnation."""
+
+    fit: TransferFit = field(default_factory=TransferFit)
+    num_fetching: int = 0
+    #: Bytes that fetches under way have asked for and not received.
+    num_bytes_due: int = 0
+    #: Bytes received in all.
+    num_bytes_come: int = 0
+    #: The last fetch was faster than computing.
+    is_proven: bool = False
+    #: A fetch has let us down since one was faster than computing.
+    is_doubted: bool = False
+    #: Hits that were computed since the last fetch.
+    num_passed_over: int = 0
+    #: Times that it was lost, or would not, since a fetch came to its end.
+    num_failures: int = 0
+    leave_until: float = float("-inf")
+
+
+class FetchChooser:
+    """What one worker knows of its peers as holders."""
+
+    def __init__(self, config: FetchConfig, *, block_size: int) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._peers: OrderedDict[WorkerKey, _Peer] = OrderedDict()
+        #: What computing costs here; None while it is not known.
+        self.prefill_cost: PrefillCost | None = None
+
+    # -- before --
+
+    def choose(
+        self, peer: PeerPrefix, *, num_cached_tokens: int, num_tokens: int, now: float
+    ) -> FetchPlan | None:
+        """How to read tokens [num_cached_tokens, num_tokens) from the peer; None: compute them.
+
+        Changes nothing: `passed_over` and `begin` do.
+        """
+        config = self._config
+        if config.mode is FetchMode.NEVER or num_tokens <= num_cached_tokens:
+            return None
+        known = self._peers.get(peer.key) or _Peer()
+        cost = known.fit.cost
+        # One token more than is read: the last one of a prompt is always computed.
+        choice = load_or_recompute(
+            self.prefill_cost or _UNKNOWN,
+            cost,
+            num_tokens=num_tokens + 1,
+            num_cached_tokens=num_cached_tokens,
+            num_peer_tokens=num_tokens,
+            bytes_per_token=config.block_bytes // self._block_size,
+        )
+        predicted_s = choice.load_s + known.num_bytes_due / cost.bytes_per_s
+        recompute_s = choice.recompute_s
+        if config.mode is FetchMode.ALWAYS:
+            patience_s = limit_s = config.hold_s
+        elif not self._may_be_asked(known, now):
+            return None
+        elif self.prefill_cost is None:
+            if known.is_doubted and not known.fit.is_probe_due(now):
+                return None
+            patience_s = limit_s = config.blind_s
+        else:
+            limit_s = recompute_s
+            if known.is_doubted or predicted_s >= recompute_s:
+                if not self._may_probe(known, recompute_s, now):
+                    return None
+                patience_s = max(config.probe_share * recompute_s, self._least_s)
+            else:
+                patience_s = max(config.first_share * recompute_s, config.slack * predicted_s)
+        return FetchPlan(
+            patience_s=min(patience_s, limit_s),
+            limit_s=limit_s,
+            predicted_s=predicted_s,
+            recompute_s=recompute_s,
+        )
+
+    def recompute_s(self, *, num_cached_tokens: int, num_tokens: int) -> float | None:
+        """What computing [num_cached_tokens, num_tokens) would take here; None if not known."""
+        if self.prefill_cost is None:
+            return None
+        return self.prefill_cost.predict(num_tokens - num_cached_tokens, num_cached_tokens)
+
+    def passed_over(self, key: WorkerKey) -> None:
+        """A hit is computed."""
+        if key in self._peers:
+            self._peers[key].num_passed_over += 1
+
+    def _may_be_asked(self, known: _Peer, now: float) -> bool:
+        if now < known.leave_until or known.num_fetching >= self._config.max_fetches_per_peer:
+            return False
+        return known.is_proven or known.num_fetching == 0
+
+    def _may_probe(self, known: _Peer, recompute_s: float, now: float) -> bool:
+        if known.num_fetching or not known.fit.is_probe_due(now):
+            return False
+        is_cheap = self._least_s <= self._config.probe_share * recompute_s
+        return is_cheap or known.num_passed_over >= self._config.hits_per_probe
+
+    @property
+    def _least_s(self) -> float:
+        """What the first piece takes from a peer that is well."""
+        return PRIOR.predict(self._config.span_blocks * self._config.block_bytes)
+
+    # -- during --
+
+    def begin(self, key: WorkerKey, *, num_bytes: int, now: float) -> FetchTicket:
+        """A fetch begins; `end` it once."""
+        known = self._peers.setdefault(key, _Peer())
+        self._peers.move_to_end(key)
+        known.num_fetching += 1
+        known.num_bytes_due += num_bytes
+        known.num_passed_over = 0
+        if len(self._peers) > _MAX_PEERS:
+            idle = next((k for k, peer in self._peers.items() if not peer.num_fetching), None)
+            if idle is not None:
+                del self._peers[idle]
+        return FetchTicket(
+            key=key, num_bytes=num_bytes, begun_at=now, num_bytes_before=known.num_bytes_come
+        )
+
+    def came(self, ticket: FetchTicket, num_bytes: int) -> None:
+        """A piece is here."""
+        known = self._peers[ticket.key]
+        known.num_bytes_due -= num_bytes
+        known.num_bytes_come += num_bytes
+
+    # -- after: exactly one of these --
+
+    def ended(
+        self, ticket: FetchTicket, *, num_bytes: int, recompute_s: float | None, now: float
+    ) -> None:
+        """All `num_bytes` that the peer had have come; computing them would take `recompute_s`."""
+        known = self._finish(ticket, num_bytes)
+        elapsed_s = now - ticket.begun_at
+        is_late = recompute_s is not None and elapsed_s > recompute_s
+        known.is_proven, known.is_doubted, known.num_failures = not is_late, is_late, 0
+        known.fit.observe(
+            # With what others read from the peer meanwhile: it is the peer that is measured.
+            num_bytes=known.num_bytes_come - ticket.num_bytes_before,
+            elapsed_s=elapsed_s,
+            is_late=is_late,
+            now=now,
+        )
+
+    def gave_up(self, ticket: FetchTicket, *, num_bytes: int, now: float) -> None:
+        """It took too long; `num_bytes` had come."""
+        known = self._finish(ticket, num_bytes)
+        known.is_proven, known.is_doubted = False, True
+        known.fit.observe(
+            num_bytes=ticket.num_bytes,
+            elapsed_s=now - ticket.begun_at,
+            is_late=True,
+            now=now,
+            is_complete=False,
+        )
+
+    def failed(self, ticket: FetchTicket, *, num_bytes: int, now: float) -> None:
+        """The peer was lost, would not, or sent what does not verify."""
+        known = self._finish(ticket, num_bytes)
+        config = self._config
+        leave_s = min(config.min_leave_s * 2.0**known.num_failures, config.max_leave_s)
+        known.leave_until = now + leave_s
+        known.num_failures = min(known.num_failures + 1, 32)
+
+    def told_nothing(self, ticket: FetchTicket, *, num_bytes: int) -> None:
+        """It ended for a reason that is not the peer's, or the peer held nothing."""
+        self._finish(ticket, num_bytes)
+
+    def _finish(self, ticket: FetchTicket, num_bytes: int) -> _Peer:
+        known = self._peers[ticket.key]
+        known.num_fetching -= 1
+        known.num_bytes_due -= ticket.num_bytes - num_bytes
+        return known
+
+    # -- copying and checking --
+
+    def fork(self) -> FetchChooser:
+        """An independent copy."""
+        fork = FetchChooser(self._config, block_size=self._block_size)
+        fork.prefill_cost = self.prefill_cost
+        if self._peers:
+            fork._peers = copy.deepcopy(self._peers)
+        return fork
+
+    def validate(self, *, num_fetching: int) -> None:
+        """Check every invariant; for tests and debugging."""
+        assert sum(known.num_fetching for known in self._peers.values()) == num_fetching
+        for known in self._peers.values():
+            known.fit.validate()
+            assert known.num_fetching >= 0, known
+            assert known.num_bytes_due >= 0, known
+            assert known.num_fetching or not known.num_bytes_due, known
+            assert not (known.is_proven and known.is_doubted), known

@@ -1,0 +1,609 @@
+"""FetchReads: the reader's side of all reads of prefixes from peers, in the service process.
+
+It stands between the core (which reserves blocks for what a peer may hold, and computes the rest), the
+holder (any worker, over one stream per fetch) and the transport. The attempt itself is a prefill or a
+decode and lives in its own machine; that one has named the peer to the core. Events in, effects out;
+`now` is an argument; no IO.
+
+Rules
+- A fetch is a way to compute less, never a condition: however it ends, the attempt goes on from what is
+  verified, and the router need not know.
+- Exactly one FetchEnded per FetchReserved, when no read is outstanding; or exactly one ReadEnded after
+  Abort or Revoked, when none is. Until then its blocks are not freed: the transport may still write them.
+- Only what is verified counts, and only as a prefix. What is read piece by piece is told as it comes.
+- The stream stays open until the last read has ended, since it is the lock on the holder's blocks;
+  unless the blocks are not wanted any more.
+- It is timed: when the first piece, or the next, takes longer than it may (FetchChooser), or the rest
+  would be computed sooner, the reads are stopped; what has come stays.
+
+Life of one fetch
+
+    state      event                                   effects and next state
+    -          the core was told of a peer                                                -> ASKED
+    ASKED      core FetchReserved, computing is faster core FetchEnded                    -> ended
+    ASKED      core FetchReserved                      OpenStream                         -> OPENING
+    ASKED      the core starts the attempt without                                        -> ended
+    OPENING    PrefixOpened                            StartRead*                         -> READING
+    OPENING    PrefixOpened with no block, or failed,  CloseStream, core FetchEnded       -> ended
+               or stream lost, or time is up
+    READING    ReadDone                                core BlocksFetched, StartRead      -> READING
+    READING    time is up                              StopReads                          -> READING
+    READING    ... and no read is outstanding or due   CloseStream, core FetchEnded       -> ended
+    any        Abort, core Revoked, attempt ended      CloseStream, StopReads             -> ENDING
+    ENDING     no read is outstanding                  core ReadEnded                     -> ended
+
+What it deliberately does not do: it asks one peer once, never mixes sources within a block, and never
+looks into a digest.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moonpool.core.protocol import (
+    BlocksFetched,
+    Command,
+    FetchEnded,
+    FetchReserved,
+    HandedBack,
+    PrefillFailed,
+    PrefillStarted,
+    PrefixLocked,
+    ReadEnded,
+    Refused,
+    Reply,
+    Revoked,
+    TokensReady,
+)
+from moonpool.handoff.arrival import Arrival
+from moonpool.handoff.config import FetchConfig, HandoffConfig
+from moonpool.handoff.effects import (
+    CloseStream,
+    FetchEffect,
+    FetchOutcome,
+    OpenStream,
+    RecordFetch,
+    SendCommand,
+    StartRead,
+    StopReads,
+)
+from moonpool.handoff.events import (
+    AttemptAborted,
+    CoreFrameReceived,
+    FetchEvent,
+    HolderMessageReceived,
+    PeerNamed,
+    ReadDone,
+    ReadId,
+    StreamBroken,
+)
+from moonpool.handoff.fetch_choice import FetchChooser, FetchPlan, FetchTicket
+from moonpool.handoff.messages import (
+    HolderMessage,
+    PeerPrefix,
+    PrefixFailed,
+    PrefixOpen,
+    PrefixOpened,
+)
+from moonpool.ids import AttemptId, WorkerKey
+
+
+class FetchState(enum.StrEnum):
+    #: The core may reserve blocks for it, or start without.
+    ASKED = "asked"
+    #: Blocks are reserved, the stream is asked for.
+    OPENING = "opening"
+    #: The holder's blocks are locked; they are read.
+    READING = "reading"
+    #: Nothing of it is wanted any more; reads are outstanding.
+    ENDING = "ending"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Fetch:
+    """One attempt's prefix at one peer."""
+
+    attempt_id: AttemptId
+    peer: PeerPrefix
+    state: FetchState = FetchState.ASKED
+    #: From FetchReserved; None while it is ASKED.
+    reserved: FetchReserved | None = None
+    arrival: Arrival | None = None
+    plan: FetchPlan | None = None
+    ticket: FetchTicket | None = None
+    is_stream_open: bool = False
+    #: READING: the holder's blocks from the first that is wanted, all their leaves, and how many of
+    #: them have been asked for.
+    opened: PrefixOpened | None = None
+    opened_at: float = 0.0
+    num_asked_blocks: int = 0
+    #: Bytes of pieces that came whole.
+    num_bytes: int = 0
+    #: Prefix of tokens that the core was told of.
+    num_told_tokens: int = 0
+    #: Why no more is asked for, once that is so.
+    outcome: FetchOutcome | None = None
+    message: str = ""
+    #: OPENING and READING, until the reads are stopped.
+    stop_at: float | None = None
+
+    def fork(self) -> _Fetch:
+        fetch = copy.copy(self)
+        fetch.arrival = self.arrival.fork() if self.arrival is not None else None
+        return fetch
+
+    def key(self) -> tuple[object, ...]:
+        return (
+            self.attempt_id,
+            self.peer,
+            self.state,
+            self.is_stream_open,
+            self.arrival.key() if self.arrival is not None else None,
+            self.opened,
+            self.num_asked_blocks,
+            self.num_told_tokens,
+            self.outcome,
+            self.stop_at is None,
+        )
+
+
+class FetchReads:
+    """All prefixes that this worker reads from peers.
+
+    Args:
+        key: This worker's id and incarnation: the reader of its prefix streams.
+        namespace: Fingerprint of all that changes the values of this worker's KV.
+        secret_fingerprint: Of the cluster's secret.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: WorkerKey,
+        namespace: str,
+        secret_fingerprint: str,
+        config: HandoffConfig,
+        fetch: FetchConfig,
+    ) -> None:
+        self._key = key
+        self._namespace = namespace
+        self._secret_fingerprint = secret_fingerprint
+        self._config = config
+        self._fetch_config = fetch
+        #: What is known of peers and of this worker's own speed; the shell tells it the latter.
+        self.chooser = FetchChooser(fetch, block_size=config.block_size)
+        self._fetches: dict[AttemptId, _Fetch] = {}
+        self._effects: list[FetchEffect] = []
+
+    # -- the interface --
+
+    def worth_asking(self, peer: PeerPrefix | None, now: float) -> PeerPrefix | None:
+        """The peer if its prefix may be worth a fetch: whether it is, is decided with the blocks."""
+        if peer is None or peer.key == self._key:
+            return None
+        plan = self.chooser.choose(peer, num_cached_tokens=0, num_tokens=peer.num_tokens, now=now)
+        if plan is None:
+            self.chooser.passed_over(peer.key)
+            return None
+        return peer
+
+    def handle(self, event: FetchEvent, now: float) -> list[FetchEffect]:
+        """Take one event; returns what is to be done, in order."""
+        match event:
+            case PeerNamed(attempt_id=attempt_id, peer=peer):
+                assert attempt_id not in self._fetches, attempt_id
+                self._fetches[attempt_id] = _Fetch(attempt_id=attempt_id, peer=peer)
+            case AttemptAborted(attempt_id=attempt_id):
+                fetch = self._wanted(attempt_id)
+                if fetch is not None:
+                    self._drop(fetch, now)
+            case CoreFrameReceived(replies=replies):
+                for reply in replies:
+                    if not isinstance(reply, PrefixLocked):
+                        self._on_reply(reply, now)
+            case HolderMessageReceived(message=message):
+                self._on_holder_message(message, now)
+            case StreamBroken(attempt_id=attempt_id):
+                self._on_stream_broken(attempt_id, now)
+            case ReadDone():
+                self._on_read_done(event, now)
+        return self._take_effects()
+
+    def tick(self, now: float) -> list[FetchEffect]:
+        """Do what is due. Call at `next_wakeup()` or later; too early or too often does nothing."""
+        for fetch in list(self._fetches.values()):
+            if fetch.stop_at is not None and fetch.stop_at <= now:
+                self._stop(fetch, FetchOutcome.SLOW, now)
+        return self._take_effects()
+
+    def next_wakeup(self) -> float | None:
+        """When `tick` has something to do next, or None."""
+        return min(self._wakeups(), default=None)
+
+    def is_reading(self, attempt_id: AttemptId) -> bool:
+        """Reads of this attempt are reads of a prefix."""
+        fetch = self._fetches.get(attempt_id)
+        return fetch is not None and fetch.arrival is not None
+
+    @property
+    def num_fetches(self) -> int:
+        """Prefixes that are read, or were and have reads outstanding."""
+        return sum(fetch.arrival is not None for fetch in self._fetches.values())
+
+    @property
+    def num_open_reads(self) -> int:
+        """Reads that the transport has not ended."""
+        return sum(f.arrival.num_open_reads for f in self._fetches.values() if f.arrival)
+
+    @property
+    def num_streams(self) -> int:
+        return sum(fetch.is_stream_open for fetch in self._fetches.values())
+
+    @property
+    def is_quiet(self) -> bool:
+        """No attempt with a peer, stream or read is open here."""
+        return not self._fetches
+
+    def fork(self) -> FetchReads:
+        """An independent copy, for exploration."""
+        fork = copy.copy(self)
+        fork.chooser = self.chooser.fork()
+        fork._fetches = {key: fetch.fork() for key, fetch in self._fetches.items()}
+        fork._effects = []
+        return fork
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for machines that behave alike, times and what is known of peers apart."""
+        return tuple(sorted((f.attempt_id, f.key()) for f in self._fetches.values()))
+
+    def validate(self) -> None:
+        """Check every invariant; for tests and debugging."""
+        assert not self._effects
+        self.chooser.validate(
+            num_fetching=sum(fetch.ticket is not None for fetch in self._fetches.values())
+        )
+        for attempt_id, fetch in self._fetches.items():
+            assert fetch.attempt_id == attempt_id, fetch
+            is_live = fetch.state in (FetchState.OPENING, FetchState.READING)
+            assert (fetch.arrival is None) == (fetch.state is FetchState.ASKED), fetch
+            assert (fetch.ticket is not None) == is_live, fetch
+            assert (fetch.opened is not None) == (fetch.state is FetchState.READING), fetch
+            assert is_live or not fetch.is_stream_open, fetch
+            assert is_live or fetch.stop_at is None, fetch
+            assert fetch.state is not FetchState.OPENING or fetch.is_stream_open, fetch
+            assert fetch.state is not FetchState.OPENING or fetch.stop_at is not None, fetch
+            if fetch.arrival is not None:
+                fetch.arrival.validate()
+                is_reading = fetch.state is not FetchState.OPENING
+                assert bool(fetch.arrival.num_open_reads) == is_reading, fetch
+
+    # -- the core --
+
+    def _on_reply(self, reply: Reply, now: float) -> None:
+        assert not isinstance(reply, PrefixLocked)
+        fetch = self._wanted(reply.attempt_id)
+        if fetch is None:
+            return
+        match reply:
+            case FetchReserved():
+                self._on_reserved(fetch, reply, now)
+            case Revoked() | Refused() | HandedBack() | PrefillFailed():
+                if fetch.state is FetchState.ASKED and not isinstance(reply, Revoked):
+                    # It has never had blocks for this.
+                    del self._fetches[fetch.attempt_id]
+                else:
+                    self._drop(fetch, now)
+            case PrefillStarted() | TokensReady():
+                assert fetch.state is FetchState.ASKED, fetch
+                del self._fetches[fetch.attempt_id]
+            case _:
+                pass
+
+    def _on_reserved(self, fetch: _Fetch, reply: FetchReserved, now: float) -> None:
+        assert fetch.state is FetchState.ASKED, fetch
+        fetch.reserved = reply
+        plan = self.chooser.choose(
+            fetch.peer,
+            num_cached_tokens=reply.num_cached_tokens,
+            num_tokens=reply.num_tokens,
+            now=now,
+        )
+        if plan is None:
+            self.chooser.passed_over(fetch.peer.key)
+            del self._fetches[fetch.attempt_id]
+            self._command(
+                FetchEnded(attempt_id=fetch.attempt_id, num_tokens=reply.num_cached_tokens)
+            )
+            self._record(fetch, FetchOutcome.RECOMPUTE, 0.0)
+            return
+        fetch.state = FetchState.OPENING
+        fetch.plan = plan
+        fetch.ticket = self.chooser.begin(
+            fetch.peer.key, num_bytes=_num_wanted(fetch, self._config) * self._block_bytes, now=now
+        )
+        fetch.num_told_tokens = reply.num_cached_tokens
+        fetch.arrival = Arrival(
+            num_tokens=reply.num_tokens,
+            num_held_tokens=reply.num_cached_tokens,
+            target_block_ids=reply.block_ids,
+            block_size=self._config.block_size,
+            num_layers=self._config.num_layers,
+        )
+        fetch.is_stream_open = True
+        fetch.stop_at = now + plan.patience_s
+        self._effects.append(
+            OpenStream(
+                attempt_id=fetch.attempt_id,
+                source=fetch.peer.ref,
+                open=PrefixOpen(
+                    attempt_id=fetch.attempt_id,
+                    reader=self._key,
+                    holder=fetch.peer.key,
+                    namespace=self._namespace,
+                    secret_fingerprint=self._secret_fingerprint,
+                    hashes=reply.hashes[: reply.num_tokens // self._config.block_size],
+                    first=reply.num_cached_tokens // self._config.block_size,
+                ),
+            )
+        )
+
+    # -- the holder --
+
+    def _on_holder_message(self, message: HolderMessage, now: float) -> None:
+        fetch = self._wanted(message.attempt_id)
+        if fetch is None or not fetch.is_stream_open or fetch.outcome is not None:
+            return
+        match message:
+            case PrefixOpened() if fetch.state is FetchState.OPENING:
+                self._on_opened(fetch, message, now)
+            case PrefixOpened():
+                # The lock is told once: this one is not to be trusted.
+                self._stop(fetch, FetchOutcome.LOST, now)
+            case PrefixFailed():
+                fetch.message = message.message
+                self._stop(fetch, FetchOutcome.REFUSED, now)
+
+    def _on_opened(self, fetch: _Fetch, message: PrefixOpened, now: float) -> None:
+        num_blocks = len(message.block_ids)
+        if not num_blocks:
+            self._stop(fetch, FetchOutcome.ABSENT, now)
+        elif num_blocks > _num_wanted(fetch, self._config) or len(message.digests) % num_blocks:
+            self._stop(fetch, FetchOutcome.LOST, now)
+        else:
+            fetch.state = FetchState.READING
+            fetch.opened, fetch.opened_at = message, now
+            self._ask(fetch)
+
+    def _ask(self, fetch: _Fetch) -> None:
+        """Ask for the next pieces, as many as may be under way."""
+        opened, arrival, reserved = fetch.opened, fetch.arrival, fetch.reserved
+        assert opened is not None, fetch
+        assert arrival is not None, fetch
+        assert reserved is not None, fetch
+        num_blocks = len(opened.block_ids)
+        share = len(opened.digests) // num_blocks
+        while (
+            fetch.outcome is None
+            and fetch.num_asked_blocks < num_blocks
+            and arrival.num_open_reads < self._fetch_config.max_reads
+        ):
+            first = fetch.num_asked_blocks
+            end = min(first + self._fetch_config.span_blocks, num_blocks)
+            fetch.num_asked_blocks = end
+            wanted = arrival.announce(
+                start=reserved.num_cached_tokens + first * self._config.block_size,
+                block_ids=opened.block_ids[first:end],
+                first_layer=0,
+                end_layer=self._config.num_layers,
+                digests=opened.digests[first * share : end * share],
+            )
+            assert wanted is not None, (fetch, first, end)
+            self._effects.append(
+                StartRead(
+                    read_id=ReadId(fetch.attempt_id, wanted.number),
+                    source=fetch.peer.ref,
+                    source_block_ids=wanted.source_block_ids,
+                    target_block_ids=wanted.target_block_ids,
+                    first_layer=wanted.first_layer,
+                    end_layer=wanted.end_layer,
+                    digests=wanted.digests,
+                    is_prefix=True,
+                )
+            )
+
+    def _on_stream_broken(self, attempt_id: AttemptId, now: float) -> None:
+        fetch = self._wanted(attempt_id)
+        if fetch is None or not fetch.is_stream_open:
+            return
+        fetch.is_stream_open = False
+        if fetch.outcome is None:
+            self._stop(fetch, FetchOutcome.LOST, now)
+
+    # -- the transport --
+
+    def _on_read_done(self, event: ReadDone, now: float) -> None:
+        attempt_id, number = event.read_id
+        fetch = self._fetches[attempt_id]
+        arrival = fetch.arrival
+        assert arrival is not None, event
+        num_blocks = arrival.num_blocks_of(number)
+        arrival.end_read(number, is_ok=event.is_ok, bad_indices=event.bad_indices)
+        if fetch.state is FetchState.ENDING:
+            if not arrival.num_open_reads:
+                del self._fetches[attempt_id]
+                self._command(ReadEnded(attempt_id=attempt_id))
+            return
+        assert fetch.ticket is not None, fetch
+        if event.is_ok:
+            num_bytes = num_blocks * self._block_bytes
+            fetch.num_bytes += num_bytes
+            self.chooser.came(fetch.ticket, num_bytes)
+        if fetch.outcome is None:
+            if not event.is_ok:
+                fetch.outcome = FetchOutcome.LOST
+            elif event.bad_indices:
+                fetch.outcome = FetchOutcome.DAMAGED
+            else:
+                self._judge_pace(fetch, now)
+        self._ask(fetch)
+        if self._end_if_read(fetch, now):
+            return
+        num_tokens = arrival.num_verified_tokens
+        if num_tokens > fetch.num_told_tokens:
+            fetch.num_told_tokens = num_tokens
+            self._command(BlocksFetched(attempt_id=attempt_id, num_tokens=num_tokens))
+
+    def _judge_pace(self, fetch: _Fetch, now: float) -> None:
+        """A piece is here: go on as long as the rest comes sooner than it is computed."""
+        opened, arrival, reserved = fetch.opened, fetch.arrival, fetch.reserved
+        assert opened is not None, fetch
+        assert arrival is not None, fetch
+        assert reserved is not None, fetch
+        assert fetch.plan is not None, fetch
+        assert fetch.ticket is not None, fetch
+        block_size = self._config.block_size
+        end = reserved.num_cached_tokens + len(opened.block_ids) * block_size
+        num_rest_bytes = len(opened.block_ids) * self._block_bytes - fetch.num_bytes
+        s_per_byte = (now - fetch.opened_at) / fetch.num_bytes
+        rest_s = self.chooser.recompute_s(
+            num_cached_tokens=arrival.num_verified_tokens, num_tokens=end
+        )
+        limit_at = fetch.ticket.begun_at + fetch.plan.limit_s
+        if rest_s is None or fetch.plan.limit_s >= self._fetch_config.hold_s:
+            fetch.stop_at = limit_at
+            return
+        pace_s = max(num_rest_bytes * s_per_byte, 0.0)
+        if pace_s > max(rest_s, self._fetch_config.min_pace_s):
+            self._stop_reads(fetch, FetchOutcome.SLOW)
+            return
+        span_s = self._fetch_config.span_blocks * self._block_bytes * s_per_byte
+        patience_s = max(self._fetch_config.slack * span_s, self._fetch_config.min_pace_s)
+        fetch.stop_at = min(limit_at, now + patience_s)
+
+    # -- ends --
+
+    def _stop(self, fetch: _Fetch, outcome: FetchOutcome, now: float) -> None:
+        """Ask for no more; end with what is verified, at once or after the last read."""
+        self._stop_reads(fetch, outcome)
+        self._end_if_read(fetch, now)
+
+    def _stop_reads(self, fetch: _Fetch, outcome: FetchOutcome) -> None:
+        fetch.outcome = fetch.outcome or outcome
+        fetch.stop_at = None
+        if fetch.arrival is not None and fetch.arrival.num_open_reads:
+            self._effects.append(StopReads(attempt_id=fetch.attempt_id))
+
+    def _end_if_read(self, fetch: _Fetch, now: float) -> bool:
+        """FetchEnded, once all is read or no more is asked for, and no read is outstanding."""
+        assert fetch.arrival is not None, fetch
+        if fetch.arrival.num_open_reads:
+            return False
+        if fetch.outcome is None:
+            assert fetch.opened is not None, fetch
+            num_blocks = len(fetch.opened.block_ids)
+            assert fetch.num_asked_blocks == num_blocks, fetch
+            is_whole = num_blocks == _num_wanted(fetch, self._config)
+            fetch.outcome = FetchOutcome.WHOLE if is_whole else FetchOutcome.SHORT
+        self._close_stream(fetch)
+        del self._fetches[fetch.attempt_id]
+        num_tokens = fetch.arrival.num_verified_tokens
+        self._command(FetchEnded(attempt_id=fetch.attempt_id, num_tokens=num_tokens))
+        self._learn(fetch, fetch.outcome, num_tokens, now)
+        return True
+
+    def _drop(self, fetch: _Fetch, now: float) -> None:
+        """The core has ended it, or is told to: it is owed a ReadEnded.
+
+        An attempt that is only ASKED gets one too: its FetchReserved may be on its way.
+        """
+        num_open_reads = fetch.arrival.num_open_reads if fetch.arrival is not None else 0
+        self._close_stream(fetch)
+        if fetch.ticket is not None:
+            self._learn(fetch, FetchOutcome.CANCELLED, fetch.num_told_tokens, now)
+        fetch.ticket, fetch.opened, fetch.stop_at = None, None, None
+        if num_open_reads:
+            fetch.state = FetchState.ENDING
+            self._effects.append(StopReads(attempt_id=fetch.attempt_id))
+        else:
+            del self._fetches[fetch.attempt_id]
+            self._command(ReadEnded(attempt_id=fetch.attempt_id))
+
+    def _learn(self, fetch: _Fetch, outcome: FetchOutcome, num_tokens: int, now: float) -> None:
+        """Remember how it went, and tell the books."""
+        ticket, reserved, chooser = fetch.ticket, fetch.reserved, self.chooser
+        assert ticket is not None, fetch
+        assert reserved is not None, fetch
+        num_bytes = fetch.num_bytes
+        match outcome:
+            case FetchOutcome.WHOLE | FetchOutcome.SHORT:
+                chooser.ended(
+                    ticket,
+                    num_bytes=num_bytes,
+                    recompute_s=chooser.recompute_s(
+                        num_cached_tokens=reserved.num_cached_tokens, num_tokens=num_tokens
+                    ),
+                    now=now,
+                )
+            case FetchOutcome.SLOW:
+                chooser.gave_up(ticket, num_bytes=num_bytes, now=now)
+            case FetchOutcome.LOST | FetchOutcome.REFUSED | FetchOutcome.DAMAGED:
+                chooser.failed(ticket, num_bytes=num_bytes, now=now)
+            case _:
+                chooser.told_nothing(ticket, num_bytes=num_bytes)
+        num_blocks = (num_tokens - reserved.num_cached_tokens) // self._config.block_size
+        self._record(fetch, outcome, now - ticket.begun_at, num_blocks)
+
+    def _record(
+        self, fetch: _Fetch, outcome: FetchOutcome, elapsed_s: float, num_blocks: int = 0
+    ) -> None:
+        plan = fetch.plan
+        self._effects.append(
+            RecordFetch(
+                attempt_id=fetch.attempt_id,
+                holder=fetch.peer.key,
+                outcome=outcome,
+                num_wanted_blocks=_num_wanted(fetch, self._config),
+                num_blocks=num_blocks,
+                elapsed_s=elapsed_s,
+                predicted_s=plan.predicted_s if plan is not None else 0.0,
+                recompute_s=plan.recompute_s if plan is not None else 0.0,
+                message=fetch.message,
+            )
+        )
+
+    # -- plumbing --
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._fetch_config.block_bytes
+
+    def _wanted(self, attempt_id: AttemptId) -> _Fetch | None:
+        """The attempt's fetch, if its end is still to be told."""
+        fetch = self._fetches.get(attempt_id)
+        return fetch if fetch is not None and fetch.state is not FetchState.ENDING else None
+
+    def _close_stream(self, fetch: _Fetch) -> None:
+        if fetch.is_stream_open:
+            fetch.is_stream_open = False
+            self._effects.append(CloseStream(attempt_id=fetch.attempt_id))
+
+    def _wakeups(self) -> Iterator[float]:
+        for fetch in self._fetches.values():
+            if fetch.stop_at is not None:
+                yield fetch.stop_at
+
+    def _command(self, command: Command) -> None:
+        self._effects.append(SendCommand(command=command))
+
+    def _take_effects(self) -> list[FetchEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _num_wanted(fetch: _Fetch, config: HandoffConfig) -> int:
+    """Blocks that were reserved for it."""
+    assert fetch.reserved is not None, fetch
+    return (fetch.reserved.num_tokens - fetch.reserved.num_cached_tokens) // config.block_size

@@ -1,0 +1,97 @@
+"""The stream between the reader and the holder of a prefix <-> protobuf.
+
+The stream is one attempt's, so only the first message names it; what comes back is given its attempt
+by the reader.
+"""
+
+from __future__ import annotations
+
+from moonpool.api.v1 import worker_pb2 as pb
+from moonpool.handoff.messages import (
+    HolderMessage,
+    PrefixFailed,
+    PrefixOpen,
+    PrefixOpened,
+    PrefixRefusal,
+)
+from moonpool.ids import AttemptId, BlockHash
+from moonpool.wire.fields import MAX_TOKENS, between, invalid, known, name, text
+from moonpool.wire.handoff import block_ids_from_pb, check_leaves
+from moonpool.wire.request import (
+    attempt_id_from_pb,
+    attempt_id_to_pb,
+    worker_key_from_pb,
+    worker_key_to_pb,
+)
+
+#: Bytes of one block hash.
+HASH_BYTES = 32
+
+_REASONS = {reason.value: reason for reason in PrefixRefusal}
+
+
+def prefix_open_to_pb(message: PrefixOpen, *, traceparent: str = "") -> pb.FromReader:
+    return pb.FromReader(
+        open=pb.PrefixOpen(
+            attempt_id=attempt_id_to_pb(message.attempt_id),
+            reader=worker_key_to_pb(message.reader),
+            holder=worker_key_to_pb(message.holder),
+            namespace_fingerprint=message.namespace,
+            secret_fingerprint=message.secret_fingerprint,
+            traceparent=traceparent,
+            hashes=message.hashes,
+            first=message.first,
+        )
+    )
+
+
+def prefix_open_from_pb(message: pb.FromReader) -> PrefixOpen:
+    """Raises InvalidMessageError."""
+    if message.WhichOneof("kind") != "open":
+        raise invalid("kind", "must be open: a prefix stream begins with it")
+    opened = message.open
+    if not 1 <= len(opened.hashes) <= MAX_TOKENS:
+        raise invalid("open.hashes", f"are {len(opened.hashes)}; allowed is 1 to {MAX_TOKENS}")
+    if any(len(value) != HASH_BYTES for value in opened.hashes):
+        raise invalid("open.hashes", f"has one that is not {HASH_BYTES} bytes long")
+    return PrefixOpen(
+        attempt_id=attempt_id_from_pb(opened.attempt_id, "open.attempt_id"),
+        reader=worker_key_from_pb(opened.reader, "open.reader"),
+        holder=worker_key_from_pb(opened.holder, "open.holder"),
+        namespace=name(opened.namespace_fingerprint, "open.namespace_fingerprint"),
+        secret_fingerprint=text(
+            opened.secret_fingerprint, "open.secret_fingerprint", max_length=64
+        ),
+        hashes=tuple(map(BlockHash, opened.hashes)),
+        first=between(opened.first, "open.first", low=0, high=len(opened.hashes) - 1),
+    )
+
+
+def holder_message_to_pb(message: HolderMessage) -> pb.FromHolder:
+    match message:
+        case PrefixOpened():
+            return pb.FromHolder(
+                opened=pb.PrefixOpened(block_ids=message.block_ids, leaves=message.digests)
+            )
+        case PrefixFailed():
+            return pb.FromHolder(
+                failed=pb.PrefixFailed(reason=message.reason.value, message=message.message)
+            )
+
+
+def holder_message_from_pb(message: pb.FromHolder, attempt_id: AttemptId) -> HolderMessage:
+    """Raises InvalidMessageError: also for leaves that do not fit the blocks."""
+    match message.WhichOneof("kind"):
+        case "opened":
+            opened = message.opened
+            block_ids = block_ids_from_pb(opened.block_ids, "opened.block_ids")
+            check_leaves(opened.leaves, len(block_ids), None, "opened.leaves")
+            return PrefixOpened(attempt_id=attempt_id, block_ids=block_ids, digests=opened.leaves)
+        case "failed":
+            return PrefixFailed(
+                attempt_id=attempt_id,
+                reason=known(_REASONS, message.failed.reason, "failed.reason"),
+                message=text(message.failed.message, "failed.message"),
+            )
+        case _:
+            raise invalid("kind", "is not set, or is one that this version does not know")
