@@ -7,6 +7,7 @@ Grammar, rules separated by `;`:
     prefill.after_layer(3)=kill       SIGKILL for this process when layer 3 is done
     decode.after_token=kill@5         at the fifth hit
     transport.read=flip@1             the place itself damages what it holds (flip, drop)
+    fetch.read=limit:20000000         the place itself is slow, and blocks nobody (delay, limit)
     engine.after_step=sleep:200       blocks the calling thread for 200 ms at each hit
     router.after_token=error:boom     raises FailpointError
     engine.after_step=exit:3          ends the process without clean-up
@@ -35,6 +36,9 @@ from moonpool.failpoints.places import ACTIONS_BY_PLACE, PLACES
 
 #: Actions that end, stop or raise here, at any place.
 OWN_ACTIONS = ("kill", "exit", "error", "sleep")
+
+#: Actions that need a number, and what it is.
+_NUMBERS = {"sleep": "milliseconds", "delay": "milliseconds", "limit": "bytes a second"}
 
 _CLAIM_PREFIX = "failpoint-"
 
@@ -109,7 +113,8 @@ class Failpoints:
         """Pass a place: act if a rule says so.
 
         Returns:
-            The action that the place must carry out itself (`flip`, `drop`), or None.
+            The action that the place must carry out itself, with its argument if it has one (`flip`,
+            `delay:200`), or None.
 
         Raises:
             FailpointError: The rule says `error`.
@@ -146,8 +151,8 @@ def _parse_rule(text: str, state_dir: Path | None) -> tuple[str, _Rule]:
             f"failpoints: {action!r} in {text!r} is no action; allowed at {place} are "
             f"{', '.join(allowed)}"
         )
-    if (action == "sleep" or (action == "exit" and argument)) and not argument.isdigit():
-        what = "milliseconds" if action == "sleep" else "an exit code"
+    if (action in _NUMBERS or (action == "exit" and argument)) and not argument.isdigit():
+        what = _NUMBERS.get(action, "an exit code")
         raise ConfigError(f"failpoints: {text!r} needs {what}, like {action}:3")
     if match["nth"] == "0":
         raise ConfigError(f"failpoints: {text!r}: hits count from 1")
@@ -179,7 +184,7 @@ def _act(rule: _Rule) -> str | None:
             time.sleep(int(rule.argument) / 1_000)
             return None
         case _:
-            return rule.action
+            return f"{rule.action}:{rule.argument}" if rule.argument else rule.action
 
 
 def _kill_self() -> NoReturn:

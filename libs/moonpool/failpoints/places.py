@@ -14,9 +14,19 @@ PLACES = {
     "decode.before_admit": "decode service: all KV has arrived, the request is not yet admitted",
     "decode.after_token": "decode service: tokens of a request leave; value: the last position",
     "transport.read": "reader: a read begins; flip: a byte of each leaf comes wrong, drop: the read fails",
+    "fetch.before_open": "reader: a prefix is about to be read from a peer, its stream not yet open",
+    "fetch.read": "reader: a read of a prefix begins; as transport.read, also delay:MS, and limit:N: "
+    "such reads together bring N bytes a second",
+    "fetch.after_read": "reader: a read of a prefix has ended; value: how many of this attempt",
+    "hold.before_opened": "holder: a prefix is locked, its reader not told; delay:MS holds that back",
+    "hold.after_opened": "holder: the reader of a prefix has been told",
     "router.before_dispatch": "router: an attempt is placed, nothing is sent",
     "router.after_token": "router: tokens of a request have come; value: the last position",
 }
 
 #: Actions that a place carries out itself; a rule that names another one there is refused.
-ACTIONS_BY_PLACE = {"transport.read": ("flip", "drop")}
+ACTIONS_BY_PLACE = {
+    "transport.read": ("flip", "drop"),
+    "fetch.read": ("flip", "drop", "delay", "limit"),
+    "hold.before_opened": ("delay",),
+}
