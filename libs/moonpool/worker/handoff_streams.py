@@ -1,11 +1,6 @@
-"""HandoffStreams: the prefill side's end of handoff streams. A stream's life is the reader's lease.
+"""HandoffStreams: the prefill side's end of handoff streams (their life: lease_streams.py).
 
-Life of one stream
-  1. The reader's Open goes to the machine as OpenReceived.
-  2. What the machine sends waits here until gRPC takes it. That is bounded by the prompt: one
-     message per chunk and layer group. Digests are filled in when a message leaves.
-  3. The reader ends the stream, or it is cut: StreamClosed. Or the machine ends it: announcements
-     that have not left are dropped, since their blocks may belong to others by then.
+What waits on a stream is bounded by the prompt: one message per chunk and layer group.
 
 Rule of the leaves
   A leaf must be of the values that were announced. The engine may take a block back and overwrite it
@@ -17,13 +12,10 @@ Rule of the leaves
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 
 from moonpool.handoff.events import HandoffEvent, OpenReceived, StreamClosed
 from moonpool.handoff.messages import (
@@ -34,17 +26,7 @@ from moonpool.handoff.messages import (
     StreamId,
     with_digests,
 )
-
-log = structlog.get_logger("moonpool.worker")
-
-
-class _Stream:
-    def __init__(self) -> None:
-        self.messages: deque[SourceMessage] = deque()
-        self.wakeup = asyncio.Event()
-        #: The machine ended it: the last words still leave.
-        self.is_ended = False
-        self.has_reader_gone = False
+from moonpool.worker.lease_streams import LeaseStreams
 
 
 class HandoffStreams:
@@ -68,40 +50,29 @@ class HandoffStreams:
         self._page_step = page_step
         #: The last plan that a frame has told of.
         self._frame_step = 0
-        self._streams: dict[StreamId, _Stream] = {}
-        self._ids = itertools.count(1)
+        self._streams = LeaseStreams[SourceMessage](
+            fill=self._filled,
+            names_blocks=lambda message: isinstance(message, Opened | LayersReady),
+        )
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def send(self, stream_id: StreamId, message: SourceMessage) -> None:
         """Queue a message for a reader; dropped if its stream is gone."""
-        stream = self._streams.get(stream_id)
-        if stream is not None and not stream.is_ended:
-            stream.messages.append(message)
-            stream.wakeup.set()
+        self._streams.send(stream_id, message)
 
     def end(self, stream_id: StreamId) -> None:
         """End a stream after its last words; announcements that have not left are dropped."""
-        stream = self._streams.get(stream_id)
-        if stream is not None:
-            stream.is_ended = True
-            stream.messages = deque(
-                message
-                for message in stream.messages
-                if not isinstance(message, Opened | LayersReady)
-            )
-            stream.wakeup.set()
+        self._streams.end(stream_id)
 
     def frame_received(self, step: int) -> None:
         """The machine has taken the frame before plan `step` (0: no plan)."""
         if step:
             self._frame_step = step
-            for stream in self._streams.values():
-                if stream.messages:
-                    stream.wakeup.set()
+            self._streams.wake()
 
-    async def serve(
+    def serve(
         self,
         open_: Open,
         *,
@@ -109,34 +80,14 @@ class HandoffStreams:
         tasks: asyncio.TaskGroup,
         handle: Callable[[HandoffEvent], None],
     ) -> AsyncGenerator[SourceMessage, None]:
-        """Run one stream: yield what the machine sends, digests filled in, until either side ends it.
-
-        Args:
-            requests: The rest of what the reader sends: nothing, then its end.
-            tasks: Holds the task that waits for that end.
-            handle: Takes OpenReceived, and StreamClosed unless the machine ended the stream.
-        """
-        stream_id = StreamId(next(self._ids))
-        stream = self._streams[stream_id] = _Stream()
-        watcher = tasks.create_task(_watch(stream, requests))
-        handle(OpenReceived(stream_id=stream_id, open=open_))
-        try:
-            while True:
-                stream.wakeup.clear()
-                while stream.messages and not stream.has_reader_gone:
-                    message = self._filled(stream.messages[0])
-                    if message is None:
-                        break
-                    stream.messages.popleft()
-                    yield message
-                if stream.has_reader_gone or (stream.is_ended and not stream.messages):
-                    return
-                await stream.wakeup.wait()
-        finally:
-            watcher.cancel()
-            del self._streams[stream_id]
-            if not stream.is_ended:
-                handle(StreamClosed(stream_id=stream_id))
+        """Run one stream: OpenReceived, then what the machine sends, digests filled in."""
+        return self._streams.serve(
+            opened=lambda stream_id: OpenReceived(stream_id=stream_id, open=open_),
+            closed=lambda stream_id: StreamClosed(stream_id=stream_id),
+            requests=requests,
+            tasks=tasks,
+            handle=handle,
+        )
 
     def _filled(self, message: SourceMessage) -> SourceMessage | None:
         """The message with its leaves; None if it must wait for the frame of the running step."""
@@ -153,14 +104,3 @@ class HandoffStreams:
         if self._page_step() > self._frame_step:
             return None
         return with_digests(message, leaves)
-
-
-async def _watch(stream: _Stream, requests: AsyncIterator[object]) -> None:
-    try:
-        async for _ in requests:
-            pass
-    except Exception as error:  # noqa: BLE001 - however it ends: the reader has gone
-        log.debug("handoff.reader_gone", why=repr(error))
-    finally:
-        stream.has_reader_gone = True
-        stream.wakeup.set()

@@ -1,7 +1,8 @@
-"""PeerScout: connects to prefill workers when they announce themselves, so that no request waits for it.
+"""PeerScout: connects to workers when they announce themselves, so that no request waits for it.
 
-A first connection costs a round trip, checks, and the mapping of the peer's whole pool. Whatever goes
-wrong here is no error: the handoff that needs the peer connects again and says why it cannot.
+Any worker may hold a prefix that this one lacks, whatever its role. A first connection costs a round
+trip, checks, and the mapping of the peer's whole pool. Whatever goes wrong here is no error: the handoff
+or the fetch that needs the peer connects again and says why it cannot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ log = structlog.get_logger("moonpool.worker")
 
 
 class PeerScout:
-    """Listens to announcements, for a worker that decodes.
+    """Listens to announcements.
 
     Args:
         own: This worker, which needs no way to itself.
@@ -51,8 +52,7 @@ class PeerScout:
 
     def _is_new(self, announce: ReceivedAnnounce) -> bool:
         return (
-            announce.role.can_prefill
-            and not announce.is_leaving
+            not announce.is_leaving
             and announce.worker.worker_id != self._own.worker_id
             and self._tried.get(announce.worker.worker_id) != announce.worker
         )

@@ -1,13 +1,13 @@
-"""Peers: the prefill workers that this worker reads from. One connection per incarnation, reused.
+"""Peers: the workers that this worker reads from. One connection per incarnation, reused.
 
 Life of a peer
-  1. The first handoff connects: gRPC channel, Describe, checks (compatibility.py), copy plan between
+  1. The first to need it connects: gRPC channel, Describe, checks (compatibility.py), copy plan between
      the two layouts, transport. Whoever asks meanwhile waits for the same attempt.
-  2. All handoffs and reads use it.
+  2. All streams and reads use it.
   3. It is dropped when it is found lost, LINGER_S after its process has gone (what it wrote can still
      be read and verified until then), when another incarnation of the worker is connected, or when
-     this worker stops. What was dropped is closed: its pool is unmapped. The next handoff connects
-     anew.
+     this worker stops. What was dropped is closed: its pool is unmapped. The next to need it
+     connects anew.
 """
 
 from __future__ import annotations

@@ -1,25 +1,33 @@
-"""SourceStreams: the decode side's end of handoff streams. Open while its KV is read; then ended.
+"""SourceStreams: the reader's end of streams to peers, of handoffs and of prefixes.
 
-Closing cancels the call, which the source sees at once. A stream that ends in any other way is told
-as StreamBroken; the handoff machine decides what that means.
+A stream is open while KV is read; then it is ended. Closing cancels the call, which the peer sees at
+once. A stream that ends in any other way is told as StreamBroken; the reader's machine decides what
+that means. An attempt has at most one stream, so it is named by its attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import structlog
 
 from moonpool.errors import MoonpoolError
 from moonpool.handoff.effects import OpenStream
-from moonpool.handoff.events import HandoffEvent, SourceMessageReceived, StreamBroken
-from moonpool.handoff.messages import Commit
+from moonpool.handoff.events import (
+    HandoffEvent,
+    HolderMessageReceived,
+    SourceMessageReceived,
+    StreamBroken,
+)
+from moonpool.handoff.messages import Commit, Open
 from moonpool.ids import AttemptId
 from moonpool.rpc.errors import error_from
 from moonpool.rpc.metadata import call_metadata
 from moonpool.wire.handoff import open_to_pb, source_message_from_pb
+from moonpool.wire.prefix_read import holder_message_from_pb, prefix_open_to_pb
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.attempt_spans import CommitTimes
 from moonpool.worker.peers import Peer, PeerDirectory
@@ -56,7 +64,8 @@ class SourceStreams:
         """Connect to the source if need be, and open the stream."""
         attempt_id = effect.attempt_id
         assert attempt_id not in self._streams, attempt_id
-        self._book.opening(attempt_id, effect.source.key)
+        if isinstance(effect.open, Open):
+            self._book.opening(attempt_id, effect.source.key)
         self._streams[attempt_id] = tasks.create_task(self._run(effect))
 
     def close(self, attempt_id: AttemptId) -> None:
@@ -83,28 +92,41 @@ class SourceStreams:
         if self._streams.get(attempt_id) is not asyncio.current_task():
             return
         del self._streams[attempt_id]
-        log.info(
-            "handoff.stream_ended", attempt=str(attempt_id), source=str(source.key), why=reason
-        )
+        log.info("kv.stream_ended", attempt=str(attempt_id), source=str(source.key), why=reason)
         self._handle(StreamBroken(attempt_id=attempt_id))
 
     async def _listen(self, effect: OpenStream, peer: Peer) -> None:
-        """Raises MoonpoolError for whatever the source or the way to it did wrong."""
-        attempt_id = effect.attempt_id
+        """Raises MoonpoolError for whatever the peer or the way to it did wrong."""
+        attempt_id, opened = effect.attempt_id, effect.open
         traceparent = self._book.traceparent(attempt_id)
-        call = peer.stub.Handoff(metadata=call_metadata(key=self._rpc_key, traceparent=traceparent))
+        metadata = call_metadata(key=self._rpc_key, traceparent=traceparent)
+        # Any: generated messages have no common type.
+        take: Callable[[AttemptId, Any], HandoffEvent]
+        if isinstance(opened, Open):
+            call, take = peer.stub.Handoff(metadata=metadata), self._from_source
+            first: Any = open_to_pb(opened, traceparent=traceparent)
+        else:
+            call, take = peer.stub.ReadPrefix(metadata=metadata), _from_holder
+            first = prefix_open_to_pb(opened, traceparent=traceparent)
         try:
-            await call.write(open_to_pb(effect.open, traceparent=traceparent))
+            await call.write(first)
             async for item in call:
-                message = source_message_from_pb(item, attempt_id)
-                if isinstance(message, Commit):
-                    times = CommitTimes(
-                        last_layer_unix_ns=item.commit.last_layer_unix_ns,
-                        first_token_unix_ns=item.commit.first_token_unix_ns,
-                    )
-                    self._book.committed(attempt_id, times)
-                self._handle(SourceMessageReceived(message=message))
+                self._handle(take(attempt_id, item))
         except grpc.aio.AioRpcError as failure:
             raise error_from(failure, str(peer.key)) from failure
         finally:
             call.cancel()
+
+    def _from_source(self, attempt_id: AttemptId, item: Any) -> HandoffEvent:
+        message = source_message_from_pb(item, attempt_id)
+        if isinstance(message, Commit):
+            times = CommitTimes(
+                last_layer_unix_ns=item.commit.last_layer_unix_ns,
+                first_token_unix_ns=item.commit.first_token_unix_ns,
+            )
+            self._book.committed(attempt_id, times)
+        return SourceMessageReceived(message=message)
+
+
+def _from_holder(attempt_id: AttemptId, item: Any) -> HandoffEvent:
+    return HolderMessageReceived(message=holder_message_from_pb(item, attempt_id))
