@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -22,11 +23,18 @@ from moonpool.api.v1 import kv_pb2
 from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion
 from moonpool.transport.base import KvRead
+from moonpool.transport.nixl_link import FENCE_S
 from moonpool.wire.layout import region_from_pb
-from support.kv_source import block_read, make_transport, reader_pool
+from support.kv_source import (
+    ALL_TRANSPORTS,
+    UCX_BY_NAME,
+    block_read,
+    make_transport,
+    reader_pool,
+)
 
 MAIN = Path(__file__).resolve().parents[1] / "support" / "kv_source_main.py"
-both = pytest.mark.parametrize("name", ["shm", "grpc"])
+each = pytest.mark.parametrize("name", ALL_TRANSPORTS)
 
 
 @dataclass(kw_only=True)
@@ -42,9 +50,9 @@ class Source:
 
 
 @asynccontextmanager
-async def source_process(*, num_blocks: int = 256) -> AsyncIterator[Source]:
+async def source_process(*, num_blocks: int = 256, by: str = "") -> AsyncIterator[Source]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, MAIN, "1", str(num_blocks), stdin=PIPE, stdout=PIPE, limit=1 << 24
+        sys.executable, MAIN, "1", str(num_blocks), by, stdin=PIPE, stdout=PIPE, limit=1 << 24
     )
     try:
         assert process.stdout is not None
@@ -61,9 +69,9 @@ async def source_process(*, num_blocks: int = 256) -> AsyncIterator[Source]:
         await process.wait()
 
 
-@both
+@each
 async def test_another_processs_pool_arrives_verified(name: str) -> None:
-    async with source_process() as source:
+    async with source_process(by=name) as source:
         pool = reader_pool(source.region.layout)
         async with make_transport(name, pool) as transport:
             peer = await transport.connect(source.region, timeout_s=5)
@@ -112,6 +120,78 @@ async def test_a_source_killed_in_the_middle_of_a_read_ends_it() -> None:
                 source.process.kill()
                 async with asyncio.timeout(5):
                     assert await read == "kv_peer_lost"
+
+
+# -- NIXL --
+
+
+@pytest.mark.parametrize("name", UCX_BY_NAME)
+async def test_a_nixl_source_that_is_killed_ends_its_reads_and_is_forgotten(name: str) -> None:
+    """Over TCP they pend, since the source takes part; else the next READ finds nobody."""
+    async with source_process(by=name) as source, source_process(by=name) as other:
+        pool = reader_pool(source.region.layout)
+        async with make_transport(name, pool) as transport:
+            peer = await transport.connect(source.region, timeout_s=5)
+            another = await transport.connect(other.region, timeout_s=5)
+            os.kill(source.process.pid, signal.SIGSTOP)
+            async with asyncio.TaskGroup() as group:
+                pending = [
+                    group.create_task(
+                        _error_code(peer.read(source.read_everything(), timeout_s=60))
+                    )
+                    for _ in range(3 if name == "nixl-tcp" else 0)
+                ]
+                await asyncio.sleep(0)
+                source.process.kill()
+                await source.process.wait()
+                async with asyncio.timeout(5):
+                    codes = [await read for read in pending]
+                    codes.append(
+                        await _error_code(peer.read(source.read_everything(), timeout_s=60))
+                    )
+            assert set(codes) == {"kv_peer_lost"}
+            assert peer.is_lost
+            before = pool.bytes.copy()
+            with pytest.raises(TransferError) as caught:
+                await transport.connect(source.region, timeout_s=1)
+            assert caught.value.code in ("kv_peer_lost", "kv_read_timeout")
+            assert np.array_equal(pool.bytes, before)
+            # Nobody else is touched.
+            assert not another.is_lost
+            result = await another.read(other.read_everything(), timeout_s=20)
+            assert result.bad_leaves == ()
+
+
+@pytest.mark.parametrize("way", ["too late", "cancelled"])
+async def test_a_nixl_read_of_a_source_that_stands_still_is_fenced(way: str) -> None:
+    """It cannot be recalled: the agent goes, and what the source sends later is written nowhere."""
+    async with source_process(by="nixl-tcp") as source, source_process(by="nixl-tcp") as other:
+        pool = reader_pool(source.region.layout)
+        async with make_transport("nixl-tcp", pool) as transport:
+            peer = await transport.connect(source.region, timeout_s=5)
+            another = await transport.connect(other.region, timeout_s=5)
+            os.kill(source.process.pid, signal.SIGSTOP)
+            started = time.monotonic()
+            if way == "too late":
+                code = await _error_code(peer.read(source.read_everything(), timeout_s=0.1))
+                assert code == "kv_read_timeout"
+            else:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await peer.read(source.read_everything(), timeout_s=60)
+            assert time.monotonic() - started < 0.1 + FENCE_S + 2
+            pool.bytes[:] = 0
+            os.kill(source.process.pid, signal.SIGCONT)
+            # The agent was shared: who was connected by it has to connect again.
+            for lost, region in ((peer, source.region), (another, other.region)):
+                assert lost.is_lost
+                await lost.close()
+                again = await transport.connect(region, timeout_s=5)
+                assert not pool.bytes.any()
+                which = source if region is source.region else other
+                result = await again.read(which.read_everything(), timeout_s=20)
+                assert result.bad_leaves == ()
+                pool.bytes[:] = 0
 
 
 async def test_memory_of_a_killed_source_stays_readable_and_is_then_gone() -> None:

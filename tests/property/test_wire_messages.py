@@ -42,7 +42,7 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvLayout
-from moonpool.kv.region import KvRegion
+from moonpool.kv.region import KvRegion, NixlAccess
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.wire.control import (
     Announce,
@@ -226,6 +226,13 @@ def layouts(draw: st.DrawFn) -> KvLayout:
     )
 
 
+nixl_accesses = st.builds(
+    NixlAccess,
+    agent_metadata=st.binary(min_size=1, max_size=50),
+    base_address=st.integers(1, 2**62),
+)
+
+
 @st.composite
 def regions(draw: st.DrawFn) -> KvRegion:
     layout = draw(layouts())
@@ -237,6 +244,7 @@ def regions(draw: st.DrawFn) -> KvRegion:
         host_id=draw(texts),
         fd_socket=draw(texts),
         grpc_address=draw(names),
+        nixl=draw(st.none() | nixl_accesses),
     )
 
 
@@ -564,6 +572,9 @@ def test_a_fact_of_the_namespace_that_is_unknown_is_not_ignored() -> None:
         (lambda r: setattr(r.layout.groups[0], "layer_stride_bytes", 2**40), "region.layout"),
         (lambda r: r.layout.ClearField("groups"), "region.layout.groups"),
         (lambda r: r.worker.ClearField("incarnation"), "region.worker.incarnation"),
+        (lambda r: r.nixl.ClearField("agent_metadata"), "region.nixl.agent_metadata"),
+        (lambda r: setattr(r.nixl, "agent_metadata", bytes(70_000)), "region.nixl.agent_metadata"),
+        (lambda r: setattr(r.nixl, "base_address", 2**64 - 1), "region.nixl.base_address"),
     ],
 )
 def test_a_region_that_lies_is_refused(change: Any, param: str) -> None:
@@ -578,6 +589,7 @@ def test_a_region_that_lies_is_refused(change: Any, param: str) -> None:
         host_id="h",
         fd_socket="",
         grpc_address="127.0.0.1:1",
+        nixl=NixlAccess(agent_metadata=b"agent", base_address=1 << 40),
     )
     message = region_to_pb(region)
     change(message)

@@ -1,4 +1,4 @@
-"""Both transports against one source: exact bytes, verified leaves, and every way it can go wrong."""
+"""Every transport against one source: exact bytes, verified leaves, and every way it can go wrong."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from moonpool.transport.select import TransportSelector
 from moonpool.transport.shm import ShmTransport
 from moonpool.wire import kv_read
 from support.kv_source import (
+    ALL_TRANSPORTS,
     SMALL,
     block_read,
     leaf_bytes,
@@ -33,15 +34,15 @@ from support.kv_source import (
     serve_kv,
 )
 
-both = pytest.mark.parametrize("name", ["shm", "grpc"])
+each = pytest.mark.parametrize("name", ALL_TRANSPORTS)
 ALL_LAYERS = range(SMALL.num_layers)
 
 
-@both
+@each
 async def test_scattered_blocks_arrive_exactly_and_verified(name: str) -> None:
     rng = np.random.default_rng(7)
     pool = reader_pool()
-    async with serve_kv() as source, make_transport(name, pool) as transport:
+    async with serve_kv(by=name) as source, make_transport(name, pool) as transport:
         peer = await transport.connect(source.region, timeout_s=5)
         for _ in range(20):
             count = int(rng.integers(1, 20))
@@ -62,9 +63,9 @@ async def test_scattered_blocks_arrive_exactly_and_verified(name: str) -> None:
         await peer.close()
 
 
-@both
+@each
 async def test_each_flipped_byte_is_told_by_the_number_of_its_leaf(name: str) -> None:
-    async with serve_kv() as source, make_transport(name, reader_pool()) as transport:
+    async with serve_kv(by=name) as source, make_transport(name, reader_pool()) as transport:
         peer = await transport.connect(source.region, timeout_s=5)
         for block, layer in ((4, 0), (9, 2)):
             source.pool[leaf_bytes(SMALL, block, layer)[1] - 1] ^= 0x10
@@ -75,7 +76,7 @@ async def test_each_flipped_byte_is_told_by_the_number_of_its_leaf(name: str) ->
         assert result.bad_leaves == (0 * 3 + 2, 2 * 3 + 0)
 
 
-@both
+@each
 async def test_long_spans_that_cross_messages_are_verified_leaf_by_leaf(name: str) -> None:
     layout = KvLayout.block_major(
         num_blocks=40, num_layers=5, num_kv_heads=4, head_dim=64, dtype="float32"
@@ -83,7 +84,7 @@ async def test_long_spans_that_cross_messages_are_verified_leaf_by_leaf(name: st
     assert layout.pool_bytes > 5 << 20
     pool = reader_pool(layout)
     async with (
-        serve_kv(layout) as source,
+        serve_kv(layout, by=name) as source,
         make_transport(name, pool) as transport,
     ):
         peer = await transport.connect(source.region, timeout_s=5)
@@ -102,12 +103,12 @@ async def test_long_spans_that_cross_messages_are_verified_leaf_by_leaf(name: st
         assert np.array_equal(pool.bytes, source.pool)
 
 
-@both
+@each
 async def test_a_leaf_split_over_spans_and_empty_spans_is_checked_when_it_is_complete(
     name: str,
 ) -> None:
     pool = reader_pool()
-    async with serve_kv() as source, make_transport(name, pool) as transport:
+    async with serve_kv(by=name) as source, make_transport(name, pool) as transport:
         peer = await transport.connect(source.region, timeout_s=5)
         begin, end = leaf_bytes(SMALL, 5, 1)
         middle = begin + 100
@@ -129,7 +130,7 @@ async def test_a_leaf_split_over_spans_and_empty_spans_is_checked_when_it_is_com
         assert (await peer.read(check_only, timeout_s=5)).bad_leaves == (1,)
 
 
-@both
+@each
 @pytest.mark.parametrize("orders", ["layer to block", "block to layer"])
 async def test_blocks_are_converted_on_the_way_to_another_layout(name: str, orders: str) -> None:
     by_block, by_layer = (
@@ -140,7 +141,7 @@ async def test_blocks_are_converted_on_the_way_to_another_layout(name: str, orde
     copy_plan = plan(theirs, ours)
     sources, targets = np.array([3, 9, 0, 4]), np.array([8, 7, 1, 0])
     pool = reader_pool(ours)
-    async with serve_kv(theirs) as source, make_transport(name, pool) as transport:
+    async with serve_kv(theirs, by=name) as source, make_transport(name, pool) as transport:
         assert int(source.memory.leaf_digests[9, 2]) == leaf_digest(source.pool, theirs, 9, 2)
         peer = await transport.connect(source.region, timeout_s=5)
         read = KvRead.of(
@@ -158,10 +159,10 @@ async def test_blocks_are_converted_on_the_way_to_another_layout(name: str, orde
                 )
 
 
-@both
+@each
 async def test_many_reads_at_once(name: str) -> None:
     pool = reader_pool()
-    async with serve_kv() as source, make_transport(name, pool) as transport:
+    async with serve_kv(by=name) as source, make_transport(name, pool) as transport:
         peer = await transport.connect(source.region, timeout_s=5)
         reads = [
             block_read(SMALL, source.memory.leaf_digests, [block], [block], [layer])
@@ -174,9 +175,9 @@ async def test_many_reads_at_once(name: str) -> None:
         assert np.array_equal(pool.bytes, source.pool)
 
 
-@both
+@each
 async def test_another_incarnation_is_refused(name: str) -> None:
-    async with serve_kv() as source, make_transport(name, reader_pool()) as transport:
+    async with serve_kv(by=name) as source, make_transport(name, reader_pool()) as transport:
         other = source.region.worker._replace(incarnation=Incarnation("0" * 16))
         region = dataclasses.replace(
             source.region, worker=other, fd_socket=source.region.fd_socket[:-16] + "0" * 16
@@ -188,11 +189,11 @@ async def test_another_incarnation_is_refused(name: str) -> None:
             assert caught.value.code == "kv_wrong_incarnation"
 
 
-@both
+@each
 @pytest.mark.parametrize("side", ["source", "target"])
 async def test_out_of_bounds_is_refused(name: str, side: str) -> None:
     pool = reader_pool()
-    async with serve_kv() as source, make_transport(name, pool) as transport:
+    async with serve_kv(by=name) as source, make_transport(name, pool) as transport:
         peer = await transport.connect(source.region, timeout_s=5)
         span = [0, 0, 64]
         span[0 if side == "source" else 1] = SMALL.pool_bytes - 63
@@ -203,13 +204,13 @@ async def test_out_of_bounds_is_refused(name: str, side: str) -> None:
         with pytest.raises(TransferError) as caught:
             await peer.read(read, timeout_s=5)
         assert caught.value.code == "kv_out_of_bounds"
-        if name == "shm":
+        if name != "grpc":
             assert not pool.bytes.any()
 
 
-@both
+@each
 async def test_a_closed_peer_refuses_and_may_be_closed_twice(name: str) -> None:
-    async with serve_kv() as source, make_transport(name, reader_pool()) as transport:
+    async with serve_kv(by=name) as source, make_transport(name, reader_pool()) as transport:
         peer = await transport.connect(source.region, timeout_s=5)
         assert not peer.is_lost
         await peer.close()
@@ -221,7 +222,7 @@ async def test_a_closed_peer_refuses_and_may_be_closed_twice(name: str) -> None:
         assert caught.value.code == "kv_peer_lost"
 
 
-@both
+@each
 async def test_cancelled_reads_write_nothing_after_they_have_ended(name: str) -> None:
     layout = KvLayout.block_major(
         num_blocks=16, num_layers=4, num_kv_heads=4, head_dim=64, dtype="float32"
@@ -229,7 +230,7 @@ async def test_cancelled_reads_write_nothing_after_they_have_ended(name: str) ->
     pool = reader_pool(layout)
     blocks = range(16)
     async with (
-        serve_kv(layout) as source,
+        serve_kv(layout, by=name) as source,
         make_transport(name, pool) as transport,
     ):
         peer = await transport.connect(source.region, timeout_s=5)
@@ -252,8 +253,8 @@ async def test_cancelled_reads_write_nothing_after_they_have_ended(name: str) ->
 
 
 async def test_every_read_is_over_when_the_transport_is_left() -> None:
-    for name in ("shm", "grpc"):
-        async with serve_kv() as source, asyncio.TaskGroup() as group:
+    for name in ALL_TRANSPORTS:
+        async with serve_kv(by=name) as source, asyncio.TaskGroup() as group:
             async with make_transport(name, reader_pool()) as transport:
                 peer = await transport.connect(source.region, timeout_s=5)
                 read = block_read(SMALL, source.memory.leaf_digests, [1], [1], [0])

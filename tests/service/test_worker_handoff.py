@@ -24,7 +24,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BLOCK_BYTES = 1024
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
 async def test_disaggregated_equals_alone(tmp_path: Path, transport: str) -> None:
     requests = [
         make_request(f"r{n}", prompt=length, max_tokens=12, arrival=float(n), ignore_eos=True)
@@ -32,7 +32,11 @@ async def test_disaggregated_equals_alone(tmp_path: Path, transport: str) -> Non
     ]
     async with fake_workers(tmp_path) as workers:
         _, to_prefill = await workers.start(
-            "p0", "prefill", max_num_batched_tokens=128, max_queued_steps=8
+            "p0",
+            "prefill",
+            max_num_batched_tokens=128,
+            max_queued_steps=8,
+            transports=("shm", transport, "grpc") if transport == "nixl" else ("shm", "grpc"),
         )
         decode, to_decode = await workers.start(
             "d0", "decode", transports=(transport,), is_transport_strict=True

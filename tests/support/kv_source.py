@@ -1,8 +1,9 @@
-"""A worker's pool with random KV, offered to readers by both transports; and the reads of it."""
+"""A worker's pool with random KV, offered to readers by every transport; and the reads of it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from moonpool.rpc.options import INTERNAL_MESSAGE_BYTES, server_options
 from moonpool.transport.base import KvRead, LocalPool
 from moonpool.transport.grpc_reader import GrpcTransport
 from moonpool.transport.grpc_server import kv_read_handler
+from moonpool.transport.nixl import NixlTransport
 from moonpool.transport.shm import ShmTransport
 
 SMALL = KvLayout.block_major(
@@ -72,8 +74,10 @@ def fill_with_random_kv(memory: WorkerMemory, seed: int) -> None:
 
 
 @asynccontextmanager
-async def serve_kv(layout: KvLayout = SMALL, *, seed: int = 0) -> AsyncIterator[KvSource]:
-    """A source in this process, by shm and gRPC."""
+async def serve_kv(
+    layout: KvLayout = SMALL, *, seed: int = 0, by: str = ""
+) -> AsyncIterator[KvSource]:
+    """A source in this process, by shm and gRPC, and by NIXL if that is how it will be read."""
     worker = WorkerKey(WorkerId("source"), Incarnation(os.urandom(8).hex()))
     memory = WorkerMemory.create(layout)
     fill_with_random_kv(memory, seed)
@@ -95,7 +99,12 @@ async def serve_kv(layout: KvLayout = SMALL, *, seed: int = 0) -> AsyncIterator[
     server.add_generic_rpc_handlers((kv_read_handler(source.pool_of),))
     fd_server = FdServer(source.region.fd_socket, {POOL_NAME: memory.pool.fd})
     try:
-        async with asyncio.TaskGroup() as group:
+        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            if by in UCX_BY_NAME:
+                nixl = await stack.enter_async_context(
+                    nixl_transport(by, LocalPool.of(memory.pool.bytes, layout), str(worker))
+                )
+                source.region = nixl.announce(source.region)
             task = group.create_task(fd_server.run())
             await server.start()
             try:
@@ -111,10 +120,23 @@ def reader_pool(layout: KvLayout = SMALL) -> LocalPool:
     return LocalPool.of(np.zeros(layout.pool_bytes, np.uint8), layout)
 
 
-def make_transport(name: str, pool: LocalPool, **options: int) -> ShmTransport | GrpcTransport:
-    """A transport by its name, with this process's kernels."""
+#: What UCX may use, by the name of the transport in a test.
+UCX_BY_NAME = {"nixl": {"NET_DEVICES": "lo"}, "nixl-tcp": {"NET_DEVICES": "lo", "TLS": "tcp"}}
+ALL_TRANSPORTS = ("shm", "grpc", *UCX_BY_NAME)
+
+
+def nixl_transport(name: str, pool: LocalPool, agent: str) -> NixlTransport:
+    return NixlTransport(pool=pool, agent=agent, kernels=native.kernels(), ucx=UCX_BY_NAME[name])
+
+
+def make_transport(
+    name: str, pool: LocalPool, **options: int
+) -> ShmTransport | GrpcTransport | NixlTransport:
+    """A reader's transport by its name, with this process's kernels."""
     if name == "shm":
         return ShmTransport(pool=pool, host_id=host_id(), kernels=native.kernels())
+    if name in UCX_BY_NAME:
+        return nixl_transport(name, pool, f"reader@{os.urandom(8).hex()}")
     return GrpcTransport(pool=pool, kernels=native.kernels(), make_channel=make_channel, **options)
 
 

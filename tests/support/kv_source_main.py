@@ -1,6 +1,6 @@
 """A KV source in a process of its own: prints its region and digests, ends with its standard input.
 
-Arguments: seed, and optionally the number of blocks.
+Arguments: seed, the number of blocks, and how it will be read (for NIXL).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moonpool.wire.layout import region_to_pb
 from support.kv_source import serve_kv
 
 
-async def main(seed: int, num_blocks: int) -> None:
+async def main(seed: int, num_blocks: int, by: str) -> None:
     layout = KvLayout.block_major(
         num_blocks=num_blocks, num_layers=4, num_kv_heads=4, head_dim=64, dtype="float32"
     )
-    async with serve_kv(layout, seed=seed) as source:
+    async with serve_kv(layout, seed=seed, by=by) as source:
         region = region_to_pb(source.region).SerializeToString().hex()
         digests = source.memory.leaf_digests.tobytes().hex()
         sys.stdout.write(json.dumps({"region": region, "digests": digests}) + "\n")
@@ -30,4 +30,4 @@ async def main(seed: int, num_blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -83,7 +83,7 @@ def demo(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 120,
     transports: Annotated[
-        str | None, typer.Option(help="How KV is read, in order of preference: shm,grpc.")
+        str | None, typer.Option(help="How KV is read, in order: shm,nixl,grpc.")
     ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
@@ -143,7 +143,7 @@ def up(
         int | None, typer.Option(help="Layers that a prefill announces at once.")
     ] = None,
     transports: Annotated[
-        str | None, typer.Option(help="How KV is read, in order of preference: shm,grpc.")
+        str | None, typer.Option(help="How KV is read, in order: shm,nixl,grpc.")
     ] = None,
     transport_strict: Annotated[
         bool | None, typer.Option("--transport-strict", help="Never fall back to a later one.")

@@ -34,6 +34,7 @@ from moonpool.hub.pull import KNOWN_MODELS, is_pulled, sha256_of_file
 from moonpool.hub.tokenizer import Tokenizer
 from moonpool.memory.region import OwnedRegion, available_bytes
 from moonpool.native import status as native_status
+from moonpool.transport.nixl_agent import INSTALL, NixlUnusableError, nixl_facts
 
 _PROGRAM_TIMEOUT_S = 120.0
 _MIN_OPEN_FILES = 1_024
@@ -50,6 +51,17 @@ print(json.dumps({
     "num_threads": torch.get_num_threads(),
     "capability": torch.backends.cpu.get_cpu_capability(),
 }))
+"""
+
+#: In a process of its own: UCX takes over a process's signals.
+_NIXL_PROGRAM = """
+import json
+from moonpool.transport.nixl_agent import NixlUnusableError, try_out
+try:
+    try_out()
+    print(json.dumps(""))
+except NixlUnusableError as error:
+    print(json.dumps(error.message))
 """
 
 
@@ -204,6 +216,45 @@ def check_nats(task: Task) -> Iterator[Finding]:
         )
     else:
         yield _ok("nats", f"nats-server {version}")
+
+
+def check_nixl(task: Task) -> Iterator[Finding]:
+    """The extra `rdma`: needed only where a worker's `transports` name it."""
+    groups = [group for group in task.config.workers if "nixl" in group.settings.transports]
+    is_needed = any(
+        group.settings.transports == ("nixl",)
+        or (group.settings.is_transport_strict and group.settings.transports[0] == "nixl")
+        for group in groups
+    )
+    try:
+        facts = nixl_facts()
+    except NixlUnusableError:
+        if is_needed:
+            yield _error("nixl", "is not installed, and workers must use it", fix=INSTALL)
+        elif groups:
+            yield _warning(
+                "nixl",
+                "is not installed: workers that name it fall back to a later transport",
+                fix=INSTALL,
+            )
+        else:
+            yield _info("nixl", f"is not installed; for RDMA between hosts: {INSTALL}")
+        return
+    done = _run([sys.executable, "-c", _NIXL_PROGRAM])
+    lines = done.stdout.strip().splitlines()
+    problem = json.loads(lines[-1]) if done.returncode == 0 and lines else done.stderr.strip()
+    if done.returncode != 0 or problem:
+        make = _error if is_needed else _warning
+        yield make("nixl", f"{facts.version} cannot be used: {problem}")
+        return
+    devices = ", ".join(facts.rdma_devices)
+    if devices and not groups:
+        yield _info(
+            "nixl", f"{facts.version} works, RDMA by {devices}; use it: --transports shm,nixl,grpc"
+        )
+    else:
+        over = f"RDMA by {devices}" if devices else "no RDMA device: UCX by shared memory or TCP"
+        yield _ok("nixl", f"{facts.version} works ({over})")
 
 
 def check_ports(task: Task) -> Iterator[Finding]:
@@ -376,6 +427,7 @@ CHECKS: tuple[Check, ...] = (
     check_native,
     check_memfd,
     check_nats,
+    check_nixl,
     check_ports,
     check_limits,
     check_disk,

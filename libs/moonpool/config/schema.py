@@ -24,7 +24,7 @@ from moonpool.config.values import CpuList, SizeBytes, is_loopback, is_wildcard
 
 Dtype = Literal["float32", "bfloat16"]
 RoleName = Literal["prefill", "decode", "both"]
-TransportName = Literal["shm", "grpc"]
+TransportName = Literal["shm", "nixl", "grpc"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 Port = Annotated[int, Field(ge=0, le=65_535)]
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]

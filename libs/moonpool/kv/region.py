@@ -9,6 +9,16 @@ from moonpool.kv.layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NixlAccess:
+    """What a reader gives to its own NIXL agent."""
+
+    #: As the owner's agent serialises it: its name, its addresses, its memory's keys.
+    agent_metadata: bytes
+    #: Where the pool begins in the owner's address space.
+    base_address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvRegion:
     """One incarnation's pool. A new incarnation has a new region; nothing else about it changes."""
 
@@ -23,3 +33,5 @@ class KvRegion:
     fd_socket: str
     #: `host:port` that serves KvPlane.Read; empty if it does not.
     grpc_address: str
+    #: None if the pool cannot be read by NIXL.
+    nixl: NixlAccess | None = None

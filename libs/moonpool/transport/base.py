@@ -132,7 +132,16 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """shm or grpc: as it is announced and counted."""
+        """shm, nixl or grpc: as it is announced and counted."""
+        ...
+
+    @property
+    def unusable(self) -> str | None:
+        """Why it reaches nobody from this process, in words; None if it works."""
+        ...
+
+    def announce(self, region: KvRegion) -> KvRegion:
+        """This process's own region, with what peers need to read it by this transport."""
         ...
 
     def why_not(self, region: KvRegion) -> str | None:

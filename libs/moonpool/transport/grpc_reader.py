@@ -99,6 +99,13 @@ class GrpcTransport:
             self._copier.close()
             await self._tasks.__aexit__(kind, error, traceback)
 
+    @property
+    def unusable(self) -> str | None:
+        return None
+
+    def announce(self, region: KvRegion) -> KvRegion:
+        return region
+
     def why_not(self, region: KvRegion) -> str | None:
         return None if region.grpc_address else f"{region.worker} serves no gRPC reads"
 

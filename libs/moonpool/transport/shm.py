@@ -49,6 +49,13 @@ class ShmTransport:
         if self._copier is not None:
             self._copier.close()
 
+    @property
+    def unusable(self) -> str | None:
+        return None
+
+    def announce(self, region: KvRegion) -> KvRegion:
+        return region
+
     def why_not(self, region: KvRegion) -> str | None:
         if not region.fd_socket:
             return f"{region.worker} offers no host memory"

@@ -6,7 +6,7 @@ from typing import get_args
 
 from moonpool.api.v1 import kv_pb2 as pb
 from moonpool.kv.layout import KvDtype, KvGroup, KvLayout
-from moonpool.kv.region import KvRegion
+from moonpool.kv.region import KvRegion, NixlAccess
 from moonpool.wire.fields import between, invalid, name, text
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 
@@ -16,6 +16,7 @@ _MAX_LAYERS = 4_096
 _MAX_HEADS = 65_536
 _MAX_PLANES = 16
 _MAX_BYTES = 1 << 46
+_MAX_AGENT_METADATA_BYTES = 1 << 16
 
 
 def layout_to_pb(layout: KvLayout) -> pb.KvLayout:
@@ -69,6 +70,7 @@ def region_to_pb(region: KvRegion) -> pb.KvRegion:
         host_id=region.host_id,
         fd_socket=region.fd_socket,
         grpc_address=region.grpc_address,
+        nixl=None if region.nixl is None else _nixl_to_pb(region.nixl),
     )
 
 
@@ -82,6 +84,7 @@ def region_from_pb(message: pb.KvRegion, path: str = "region") -> KvRegion:
         host_id=text(message.host_id, f"{path}.host_id"),
         fd_socket=text(message.fd_socket, f"{path}.fd_socket", max_length=107),
         grpc_address=text(message.grpc_address, f"{path}.grpc_address"),
+        nixl=_nixl_from_pb(message.nixl, f"{path}.nixl") if message.HasField("nixl") else None,
     )
     if region.pool_bytes < region.layout.pool_bytes:
         raise invalid(
@@ -89,6 +92,25 @@ def region_from_pb(message: pb.KvRegion, path: str = "region") -> KvRegion:
             f"is {region.pool_bytes}; the layout needs {region.layout.pool_bytes}",
         )
     return region
+
+
+def _nixl_to_pb(access: NixlAccess) -> pb.NixlAccess:
+    return pb.NixlAccess(agent_metadata=access.agent_metadata, base_address=access.base_address)
+
+
+def _nixl_from_pb(message: pb.NixlAccess, path: str) -> NixlAccess:
+    size = len(message.agent_metadata)
+    if not 1 <= size <= _MAX_AGENT_METADATA_BYTES:
+        raise invalid(
+            f"{path}.agent_metadata",
+            f"has {size} bytes; allowed is 1 to {_MAX_AGENT_METADATA_BYTES}",
+        )
+    return NixlAccess(
+        agent_metadata=message.agent_metadata,
+        base_address=between(
+            message.base_address, f"{path}.base_address", low=1, high=2**63 - _MAX_BYTES
+        ),
+    )
 
 
 def _group_from_pb(message: pb.KvGroup, path: str) -> KvGroup:

@@ -31,10 +31,11 @@ from moonpool.bus.subjects import Subjects
 from moonpool.clock import Clock
 from moonpool.config.process import WorkerConfig
 from moonpool.config.secret import ClusterSecret, load_or_create_secret
+from moonpool.config.values import is_loopback
 from moonpool.core.protocol import Command
-from moonpool.errors import FailedPreconditionError
+from moonpool.errors import ConfigError, FailedPreconditionError
 from moonpool.failpoints import Failpoints
-from moonpool.handoff.config import HandoffConfig
+from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.hub.model_dir import resolve
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
@@ -64,7 +65,13 @@ from moonpool.worker.peer_connector import PeerConnector
 from moonpool.worker.peer_scout import PeerScout
 from moonpool.worker.peers import PeerDirectory
 from moonpool.worker.rpc_service import SERVICE_NAME, WorkerServicer
-from moonpool.worker.settings import core_config, engine_options, pool_layout, worker_hello
+from moonpool.worker.settings import (
+    announced,
+    core_config,
+    engine_options,
+    pool_layout,
+    worker_hello,
+)
 from moonpool.worker.shell import WorkerShell
 
 log = structlog.get_logger("moonpool.worker")
@@ -114,6 +121,10 @@ class TransportContext:
     host_id: str
     #: Of calls to peers: the cluster's key.
     metadata: Metadata
+    #: Whose pool it is.
+    worker: WorkerKey
+    #: The worker's address is loopback: no peer is on another host.
+    is_host_only: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +201,8 @@ class WorkerService:
         hello = worker_hello(config, key, model, layout, secret, address)
         metrics_fact = await self._listen_http(life)
 
-        transports = await self._enter_transports(life, memory, secret)
+        transports = await self._enter_transports(life, memory, secret, key)
+        hello = announced(hello, transports)
         peers = PeerDirectory(
             PeerConnector(
                 hello=hello,
@@ -300,16 +312,32 @@ class WorkerService:
         return {"metrics_port": server.port}
 
     async def _enter_transports(
-        self, life: Life, memory: WorkerMemory, secret: ClusterSecret
+        self, life: Life, memory: WorkerMemory, secret: ClusterSecret, key: WorkerKey
     ) -> Sequence[Transport]:
+        """Raises ConfigError: The one that must be taken, or every one, cannot be used here."""
+        settings = self._config.worker
         context = TransportContext(
             pool=LocalPool.of(memory.pool.bytes, memory.layout),
             kernels=kernels(),
             host_id=host_id(),
             metadata=call_metadata(key=secret.rpc_key),
+            worker=key,
+            is_host_only=is_loopback(settings.advertise_host or settings.host),
         )
         makers = self._adapters.transports
-        return [await life.enter(makers[name](context)) for name in self._config.worker.transports]
+        transports = [await life.enter(makers[name](context)) for name in settings.transports]
+        required = transports[:1] if settings.is_transport_strict else transports
+        if all(transport.unusable is not None for transport in required):
+            raise ConfigError(
+                f"transports = {list(settings.transports)}: "
+                f"{'; '.join(f'{one.name}: {one.unusable}' for one in required)}"
+            )
+        for transport in transports:
+            if transport.unusable is not None:
+                log.warning(
+                    "worker.transport_unusable", transport=transport.name, why=transport.unusable
+                )
+        return transports
 
 
 def _words(layout: KvLayout) -> str:

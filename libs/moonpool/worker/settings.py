@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from moonpool import __version__
 from moonpool.config.process import WorkerConfig
 from moonpool.config.secret import ClusterSecret
@@ -16,6 +19,7 @@ from moonpool.kv.region import KvRegion
 from moonpool.memory.fd_server import socket_name
 from moonpool.memory.host import host_id
 from moonpool.routing.worker_view import WorkerRole
+from moonpool.transport.base import Transport
 from moonpool.wire.worker import WorkerHello
 from moonpool.worker.engine_process import EngineOptions
 
@@ -106,6 +110,14 @@ def worker_hello(
         grpc_address=address,
         version=__version__,
     )
+
+
+def announced(hello: WorkerHello, transports: Sequence[Transport]) -> WorkerHello:
+    """The same with what peers need to read its pool by each of these."""
+    regions = list(hello.regions)
+    for transport in transports:
+        regions = [transport.announce(region) for region in regions]
+    return replace(hello, regions=tuple(regions))
 
 
 def engine_options(

@@ -12,6 +12,7 @@ from moonpool.config.process import WorkerConfig
 from moonpool.errors import ConfigError
 from moonpool.rpc.channel import make_channel
 from moonpool.transport.grpc_reader import GrpcTransport
+from moonpool.transport.nixl import NixlTransport
 from moonpool.transport.shm import ShmTransport
 from moonpool.worker.engine_process import EngineProcess
 from moonpool.worker.service import StartEngine, TransportContext, WorkerAdapters, WorkerService
@@ -40,7 +41,7 @@ def build(
         bus=bus
         or NatsBus(config.common.nats_url, name=f"{config.common.cluster} {config.worker_id}"),
         start_engine=start_engine or EngineProcess.start,
-        transports={"shm": _shm, "grpc": _grpc},
+        transports={"shm": _shm, "nixl": _nixl, "grpc": _grpc},
         clock=clock or SystemClock(),
     )
     return WorkerService(config, adapters)
@@ -48,6 +49,15 @@ def build(
 
 def _shm(context: TransportContext) -> ShmTransport:
     return ShmTransport(pool=context.pool, host_id=context.host_id, kernels=context.kernels)
+
+
+def _nixl(context: TransportContext) -> NixlTransport:
+    return NixlTransport(
+        pool=context.pool,
+        agent=str(context.worker),
+        kernels=context.kernels,
+        ucx={"NET_DEVICES": "lo"} if context.is_host_only else None,
+    )
 
 
 def _grpc(context: TransportContext) -> GrpcTransport:

@@ -1,0 +1,275 @@
+"""The NIXL transport: one-sided READs by RDMA, or by UCX over shared memory or TCP where there is no NIC.
+
+Life of a peer
+1. connect: the metadata in its region goes to our agent, and a few bytes are read, so that it is known to
+   answer. It has to poll for that, which its own NixlTransport does.
+2. A read: spans that are neighbours on both sides become one descriptor; one READ of all of them; then the
+   leaves are checked on our copy by the copy thread.
+3. A READ that fails has lost the peer: every pending read fails at once, a new connect is a new connection.
+
+A READ cannot be recalled. A read that is cancelled or too late ends when its READ has, at the latest
+nixl_link.FENCE_S later; see there what that costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+import numpy as np
+
+from moonpool.errors import TransferError
+from moonpool.kv.region import KvRegion, NixlAccess
+from moonpool.native import CopyRoute, Kernels, LeafCheckArray, RangeError
+from moonpool.native.geometry import BoolArray
+from moonpool.transport.base import (
+    Int64Array,
+    KvPeer,
+    KvRead,
+    LocalPool,
+    ReadResult,
+    peer_lost,
+    read_timed_out,
+)
+from moonpool.transport.copier import Copier, CopyCancelledError
+from moonpool.transport.nixl_agent import Descriptors, NixlError, NixlUnusableError, address_of
+from moonpool.transport.nixl_link import NixlConnection, NixlJob, NixlLink
+
+_NO_SPANS: Int64Array = np.empty((0, 3), np.int64)
+
+
+class NixlTransport:
+    """Reads from peers that have one too, and lets them read.
+
+    Args:
+        pool: The reader's own memory, which peers read.
+        agent: Unique per incarnation; peers check it.
+        ucx: Settings of UCX; see NixlAgent.
+    """
+
+    name = "nixl"
+
+    def __init__(
+        self,
+        *,
+        pool: LocalPool,
+        agent: str,
+        kernels: Kernels,
+        ucx: Mapping[str, str] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._agent = agent
+        self._kernels = kernels
+        self._ucx = ucx
+        self._link: NixlLink | None = None
+        self._copier: Copier | None = None
+        self._access: NixlAccess | None = None
+        self._unusable: str | None = None
+        self._peers: set[NixlPeer] = set()
+
+    async def __aenter__(self) -> NixlTransport:
+        """Where NIXL cannot be used this is no error: `unusable` says why."""
+        self._copier = Copier(self._kernels)
+        self._link = NixlLink(name=self._agent, pool=self._pool.bytes, ucx=self._ucx)
+        try:
+            self._access = await self._link.start()
+        except (NixlError, NixlUnusableError) as error:
+            self._unusable = str(error)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        await self._close()
+
+    @property
+    def unusable(self) -> str | None:
+        return self._unusable
+
+    def announce(self, region: KvRegion) -> KvRegion:
+        return dataclasses.replace(region, nixl=self._access)
+
+    def why_not(self, region: KvRegion) -> str | None:
+        if self._unusable is not None:
+            return self._unusable
+        if region.nixl is None:
+            return f"{region.worker} does not offer NIXL"
+        return None
+
+    async def connect(self, region: KvRegion, *, timeout_s: float) -> KvPeer:
+        assert self._link is not None, "not entered"
+        assert self._copier is not None
+        reason = self.why_not(region)
+        if reason is not None or region.nixl is None:
+            raise TransferError(reason or "", code="kv_transport_unusable")
+        connection = await self._link.connect(region.nixl, agent_name(region), timeout_s=timeout_s)
+        peer = NixlPeer(
+            region,
+            region.nixl.base_address,
+            connection,
+            self._link,
+            self._pool,
+            self._copier,
+            self._peers.discard,
+        )
+        self._peers.add(peer)
+        return peer
+
+    async def _close(self) -> None:
+        assert self._link is not None
+        assert self._copier is not None
+        try:
+            for peer in list(self._peers):
+                await peer.close()
+        finally:
+            try:
+                await self._link.stop()
+            finally:
+                self._copier.close()
+
+
+def agent_name(region: KvRegion) -> str:
+    """What the agent of this incarnation is called."""
+    return str(region.worker)
+
+
+class NixlPeer:
+    """One peer's agent, connected."""
+
+    def __init__(
+        self,
+        region: KvRegion,
+        base_address: int,
+        connection: NixlConnection,
+        link: NixlLink,
+        pool: LocalPool,
+        copier: Copier,
+        on_closed: Callable[[NixlPeer], None],
+    ) -> None:
+        self._region = region
+        self._base_address = base_address
+        self._connection = connection
+        self._link = link
+        self._pool = pool
+        self._own_address = address_of(pool.bytes)
+        self._copier = copier
+        #: From our pool to itself: jobs on it copy nothing and check leaves.
+        self._route: CopyRoute = copier.route(pool.bytes, pool)
+        self._on_closed = on_closed
+        self._is_closed = False
+        self._jobs: set[NixlJob] = set()
+
+    @property
+    def region(self) -> KvRegion:
+        return self._region
+
+    @property
+    def is_lost(self) -> bool:
+        return self._is_closed or self._connection.lost is not None
+
+    async def read(self, read: KvRead, *, timeout_s: float) -> ReadResult:
+        started = time.monotonic()
+        if self.is_lost:
+            raise self._lost()
+        self._check_bounds(read.spans)
+        spans = coalesce(read.spans)
+        if len(spans):
+            await self._transfer(spans, timeout_s)
+        is_bad = await self._verify(read.checks)
+        return ReadResult(
+            num_bytes=read.num_bytes,
+            bad_leaves=read.bad_leaves(is_bad),
+            elapsed_s=time.monotonic() - started,
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+        jobs = list(self._jobs)
+        for job in jobs:
+            job.drop()
+        for job in jobs:
+            await job.settle()
+        self._link.close(self._connection)
+        self._on_closed(self)
+
+    def _check_bounds(self, spans: Int64Array) -> None:
+        if not len(spans):
+            return
+        sizes = (self._region.pool_bytes, self._pool.bytes.size)
+        if spans.min() < 0 or ((spans[:, :2] + spans[:, 2:]).max(axis=0) > sizes).any():
+            raise TransferError(
+                f"a read of {self._region.worker} is out of bounds", code="kv_out_of_bounds"
+            )
+
+    async def _transfer(self, spans: Int64Array, timeout_s: float) -> None:
+        job = self._link.read(
+            self._connection,
+            descriptors(self._base_address, spans[:, 0], spans[:, 2]),
+            descriptors(self._own_address, spans[:, 1], spans[:, 2]),
+        )
+        self._jobs.add(job)
+        try:
+            done, _ = await asyncio.wait((job.ended,), timeout=timeout_s)
+        finally:
+            # Nothing remains to be done if it has ended.
+            job.drop()
+            await job.settle()
+            self._jobs.discard(job)
+        if not done:
+            raise read_timed_out(self._region.worker, timeout_s)
+        if job.error is not None:
+            raise job.error
+
+    async def _verify(self, checks: LeafCheckArray) -> BoolArray | None:
+        if self._is_closed:
+            raise self._lost()
+        if not len(checks):
+            return None
+        checks = checks.copy()
+        checks["after_span"] = -1
+        try:
+            return await self._copier.submit(self._route, _NO_SPANS, checks).wait()
+        except RangeError as error:
+            raise TransferError(
+                f"a leaf of a read of {self._region.worker} is out of bounds: {error}",
+                code="kv_out_of_bounds",
+            ) from error
+        except CopyCancelledError:
+            raise self._lost() from None
+
+    def _lost(self) -> TransferError:
+        return peer_lost(self._connection.lost or f"{self._region.worker} was closed")
+
+
+def coalesce(spans: Int64Array) -> Int64Array:
+    """The same bytes in as few spans as their order allows; none is empty.
+
+    Args:
+        spans: int64[n, 3] of (source offset, target offset, length).
+    """
+    spans = spans[spans[:, 2] > 0]
+    if len(spans) < 2:
+        return spans
+    is_first = np.ones(len(spans), np.bool_)
+    is_first[1:] = (spans[1:, :2] != spans[:-1, :2] + spans[:-1, 2:]).any(axis=1)
+    (first,) = is_first.nonzero()
+    merged: Int64Array = spans[first]
+    merged[:, 2] = np.add.reduceat(spans[:, 2], first)
+    return merged
+
+
+def descriptors(base: int, offsets: Int64Array, lengths: Int64Array) -> Descriptors:
+    """Of runs at `offsets` of a memory that begins at `base`, for NIXL."""
+    table = np.zeros((len(offsets), 3), np.uint64)
+    table[:, 0] = np.uint64(base) + offsets.astype(np.uint64)
+    table[:, 1] = lengths
+    return table

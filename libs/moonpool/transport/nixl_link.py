@@ -1,0 +1,462 @@
+"""NixlLink: this process's two NIXL agents and the one thread that drives them.
+
+`source` is what peers read: made once, it lives as long as the link, whatever becomes of reads. `reader`
+reads from peers. Each has its own connections, so that tearing down `reader` costs no peer anything.
+
+Life of a read
+1. The loop submits a NixlJob and waits for its end.
+2. The thread posts it. Over shared memory that is the copy itself; else UCX has begun to move bytes.
+3. The thread asks for the oldest job of each peer, so the jobs of one peer end in order. Asking makes
+   progress.
+4. It is done; or it failed: the peer is lost, its agent is removed, and all its jobs end.
+5. The loop is told. From here on no byte of it will be written.
+
+A job that is dropped before 2 is not posted. A READ in flight cannot be recalled, so a job that is dropped
+later still ends by 4, if it must by the fence: FENCE_S after it was dropped the whole `reader` agent is torn
+down, and with it every connection and every job. Only a peer that is reached through its own software (TCP)
+and stands still comes to that; the next `connect` makes a new agent.
+
+The thread polls: nothing moves otherwise, also at a source that does nothing itself (a reader could not
+even connect). The pause between two looks is a fraction of the time since anything moved, so a busy link is
+quick and an idle one costs less than one percent of a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import structlog
+
+from moonpool.errors import TransferError
+from moonpool.kv.region import NixlAccess
+from moonpool.transport.base import ByteArray, peer_lost, read_timed_out
+from moonpool.transport.nixl_agent import (
+    Descriptors,
+    NixlAgent,
+    NixlError,
+    NixlUnusableError,
+    address_of,
+)
+
+log = structlog.get_logger("moonpool.transport")
+
+#: A read that was given up and does not end by itself is ended, with the reader agent, after this.
+FENCE_S = 1.0
+#: The pause between two looks is this part of the time since something moved.
+_PAUSE_SHARE = 1 / 16
+_MIN_PAUSE_S = 50e-6
+#: While reads are in flight, and while there are none.
+_MAX_BUSY_PAUSE_S = 2e-3
+_MAX_IDLE_PAUSE_S = 5e-3
+#: A look at the source that takes longer has moved something.
+_WORK_S = 60e-6
+#: How much is read to see that a peer answers.
+_PROBE_BYTES = 64
+
+T = TypeVar("T")
+
+
+class NixlJob:
+    """One READ. Made by NixlLink, used on its loop."""
+
+    __slots__ = (
+        "_send_drop",
+        "connection",
+        "ended",
+        "error",
+        "fence_at",
+        "handle",
+        "is_dropped",
+        "local",
+        "remote",
+    )
+
+    def __init__(
+        self,
+        connection: NixlConnection,
+        remote: Descriptors,
+        local: Descriptors,
+        ended: asyncio.Future[None],
+        send_drop: Callable[[NixlJob], None],
+    ) -> None:
+        self.connection = connection
+        self.remote = remote
+        self.local = local
+        #: Done once no byte will be written any more. Never cancelled, never with an exception.
+        self.ended = ended
+        #: Why it failed; set before `ended` is done.
+        self.error: TransferError | None = None
+        #: Do not post it.
+        self.is_dropped = False
+        #: The thread's: NIXL's handle while it is in flight, and when it has to be over.
+        self.handle: object | None = None
+        self.fence_at: float | None = None
+        self._send_drop = send_drop
+
+    def drop(self) -> None:
+        """Nobody wants its bytes: do not post it, or end it within FENCE_S. May be called twice."""
+        if not self.is_dropped and not self.ended.done():
+            self.is_dropped = True
+            self._send_drop(self)
+
+    async def settle(self) -> None:
+        """Wait for its end, however often the caller is cancelled; a cancellation is raised then."""
+        await settled(self.ended)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class NixlConnection:
+    """A peer's agent, known to ours. Several may name one agent; the last to close disconnects."""
+
+    name: str
+    #: Why it can be read no more; written on the loop.
+    lost: str | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Remote:
+    """The thread's view of one peer's agent."""
+
+    name: str
+    connections: set[NixlConnection] = field(default_factory=set)
+    #: In flight, in order.
+    jobs: deque[NixlJob] = field(default_factory=deque)
+
+
+class NixlLink:
+    """Made and used on one event loop; `start` first, `stop` last.
+
+    Args:
+        name: Of the source agent, and how peers know it: unique per incarnation.
+        pool: Read by peers, and the target of our reads.
+        ucx: See NixlAgent.
+    """
+
+    def __init__(self, *, name: str, pool: ByteArray, ucx: Mapping[str, str] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._name = name
+        self._pool = pool
+        self._ucx = ucx
+        #: Where probes go: nobody looks at it, so a probe need not end.
+        self._scratch: ByteArray = np.zeros(_PROBE_BYTES, np.uint8)
+        self._thread = threading.Thread(target=self._run, name="moonpool-nixl", daemon=True)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._bell = threading.Event()
+        # The loop's.
+        self._jobs: set[NixlJob] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        # The thread's.
+        self._source: NixlAgent | None = None
+        self._reader: NixlAgent | None = None
+        self._num_readers = 0
+        self._remotes: dict[str, _Remote] = {}
+        self._is_stopping = False
+        #: When something last moved, at each agent.
+        self._source_moved_at = self._reader_moved_at = time.monotonic()
+
+    # -- on the loop --
+
+    async def start(self) -> NixlAccess:
+        """Make both agents; returns what peers need. Call `stop` afterwards, also if this raises.
+
+        Raises:
+            NixlUnusableError: In words.
+        """
+        self._thread.start()
+        return await self._ask(self._make_agents)
+
+    async def connect(self, access: NixlAccess, name: str, *, timeout_s: float) -> NixlConnection:
+        """Connect to the agent `name` and read a few bytes, so that it is known to answer.
+
+        Raises:
+            TransferError: Another agent, nobody there, or too slow.
+        """
+        opened = self._ask(partial(self._open, access.agent_metadata, name))
+        try:
+            await asyncio.wait((opened,))
+        except asyncio.CancelledError:
+            opened.add_done_callback(self._close_unwanted)
+            raise
+        try:
+            connection = opened.result()
+        except (NixlError, NixlUnusableError) as error:
+            raise peer_lost(f"{name}: {error}") from error
+        probe = self.read(
+            connection,
+            np.array([[access.base_address, _PROBE_BYTES, 0]], np.uint64),
+            np.array([[address_of(self._scratch), _PROBE_BYTES, 0]], np.uint64),
+        )
+        try:
+            done, _ = await asyncio.wait((probe.ended,), timeout=timeout_s)
+            if not done:
+                raise read_timed_out(name, timeout_s)
+            if probe.error is not None:
+                raise TransferError(probe.error.message, code=probe.error.code)
+        except BaseException:
+            self.close(connection)
+            raise
+        return connection
+
+    def read(self, connection: NixlConnection, remote: Descriptors, local: Descriptors) -> NixlJob:
+        """Begin a READ of parallel descriptors that lie in registered memory."""
+        job = NixlJob(connection, remote, local, self._loop.create_future(), self._send_drop)
+        if connection.lost is not None or self._over.done():
+            job.error = peer_lost(connection.lost or f"{connection.name}: NIXL was stopped")
+            job.ended.set_result(None)
+        else:
+            self._jobs.add(job)
+            self._send(partial(self._post, job))
+        return job
+
+    def close(self, connection: NixlConnection) -> None:
+        """Let go of a peer whose reads have ended. May be called twice."""
+        if connection.lost is None:
+            connection.lost = f"{connection.name} was closed"
+            self._send(partial(self._forget, connection))
+
+    async def stop(self) -> None:
+        """End everything, then both agents. May be called twice."""
+        if self._thread.ident is None:
+            return
+        self._send(self._stop)
+        await settled(self._over)
+        self._thread.join()
+
+    def _send_drop(self, job: NixlJob) -> None:
+        self._send(partial(self._drop, job))
+
+    def _send(self, command: Callable[[], None]) -> None:
+        """Have the thread do it, in order."""
+        if not self._over.done():
+            self._inbox.append(command)
+            self._bell.set()
+
+    def _ask(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run it in the thread. The future has its result, or NIXL's error."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                news = partial(self._on_answer, answer, function())
+            except (NixlError, NixlUnusableError) as error:
+                news = partial(self._on_refused, answer, error)
+            self._tell(news)
+
+        if self._over.done():
+            answer.set_exception(NixlError("NIXL was stopped"))
+        else:
+            self._asked.add(answer)
+            self._send(run)
+        return answer
+
+    def _on_answer(self, answer: asyncio.Future[T], value: T) -> None:
+        self._asked.discard(answer)
+        if not answer.done():
+            answer.set_result(value)
+
+    def _on_refused(self, answer: asyncio.Future[Any], error: Exception) -> None:
+        self._asked.discard(answer)
+        if not answer.done():
+            answer.set_exception(error)
+
+    def _close_unwanted(self, opened: asyncio.Future[NixlConnection]) -> None:
+        if opened.exception() is None:
+            self.close(opened.result())
+
+    def _on_ended(self, job: NixlJob, why: str | None) -> None:
+        if job in self._jobs:
+            self._jobs.discard(job)
+            job.error = None if why is None else peer_lost(why)
+            job.ended.set_result(None)
+
+    def _on_lost(self, connection: NixlConnection, why: str) -> None:
+        if connection.lost is None:
+            connection.lost = why
+
+    def _on_over(self) -> None:
+        self._over.set_result(None)
+        for job in list(self._jobs):
+            self._on_ended(job, f"{job.connection.name}: NIXL was stopped")
+        for answer in list(self._asked):
+            self._on_refused(answer, NixlError("NIXL was stopped"))
+
+    # -- in the thread --
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._work()
+                self._pause()
+        finally:
+            try:
+                for agent in (self._reader, self._source):
+                    if agent is not None:
+                        agent.close()
+            finally:
+                self._tell(self._on_over)
+
+    def _work(self) -> None:
+        self._bell.clear()
+        while self._inbox and not self._is_stopping:
+            self._inbox.popleft()()
+        for remote in list(self._remotes.values()):
+            self._advance(remote)
+        if self._source is None or self._reader is None:
+            return
+        if not self._is_busy:
+            self._reader.progress()
+        began = time.monotonic()
+        self._source.progress()
+        now = time.monotonic()
+        if now - began > _WORK_S:
+            self._source_moved_at = now
+        if any(
+            job.fence_at is not None and now >= job.fence_at
+            for remote in self._remotes.values()
+            for job in remote.jobs
+        ):
+            self._fence()
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(remote.jobs for remote in self._remotes.values())
+
+    def _pause(self) -> None:
+        now = time.monotonic()
+        pause_s = min((now - self._source_moved_at) * _PAUSE_SHARE, _MAX_IDLE_PAUSE_S)
+        if self._is_busy:
+            busy_s = min((now - self._reader_moved_at) * _PAUSE_SHARE, _MAX_BUSY_PAUSE_S)
+            pause_s = min(pause_s, busy_s)
+        self._bell.wait(max(pause_s, _MIN_PAUSE_S))
+
+    def _make_agents(self) -> NixlAccess:
+        self._source = NixlAgent(self._name, [self._pool], ucx=self._ucx)
+        self._make_reader()
+        return NixlAccess(agent_metadata=self._source.metadata, base_address=address_of(self._pool))
+
+    def _make_reader(self) -> NixlAgent:
+        self._num_readers += 1
+        self._reader = NixlAgent(
+            f"{self._name}/reader-{self._num_readers}",
+            [self._pool, self._scratch],
+            ucx=self._ucx,
+        )
+        return self._reader
+
+    def _open(self, metadata: bytes, name: str) -> NixlConnection:
+        reader = self._reader or self._make_reader()
+        found = reader.add_peer(metadata)
+        if found != name:
+            if found not in self._remotes:
+                reader.remove_peer(found)
+            raise NixlError(f"this is the agent of {found}")
+        connection = NixlConnection(name=name)
+        self._remotes.setdefault(name, _Remote(name=name)).connections.add(connection)
+        return connection
+
+    def _post(self, job: NixlJob) -> None:
+        remote = self._remotes.get(job.connection.name)
+        if remote is None or job.connection not in remote.connections or job.is_dropped:
+            self._end(job, f"{job.connection.name} was closed or lost")
+            return
+        assert self._reader is not None
+        self._reader_moved_at = time.monotonic()
+        try:
+            job.handle = self._reader.read(remote.name, job.remote, job.local)
+        except NixlError as error:
+            self._lose(remote, str(error))
+            self._end(job, f"{remote.name}: {error}")
+            return
+        remote.jobs.append(job)
+        self._advance(remote)
+
+    def _advance(self, remote: _Remote) -> None:
+        """End the jobs that are done, from the oldest on."""
+        while remote.jobs:
+            assert self._reader is not None
+            job = remote.jobs[0]
+            try:
+                if not self._reader.is_done(job.handle):
+                    return
+            except NixlError as error:
+                self._lose(remote, str(error))
+                return
+            self._reader_moved_at = time.monotonic()
+            remote.jobs.popleft()
+            self._reader.release(job.handle)
+            self._end(job, None)
+        if not remote.connections:
+            self._remove(remote)
+
+    def _drop(self, job: NixlJob) -> None:
+        if job.handle is not None:
+            job.fence_at = time.monotonic() + FENCE_S
+
+    def _forget(self, connection: NixlConnection) -> None:
+        remote = self._remotes.get(connection.name)
+        if remote is not None:
+            remote.connections.discard(connection)
+            if not remote.connections and not remote.jobs:
+                self._remove(remote)
+
+    def _remove(self, remote: _Remote) -> None:
+        assert self._reader is not None
+        del self._remotes[remote.name]
+        self._reader.remove_peer(remote.name)
+
+    def _lose(self, remote: _Remote, why: str) -> None:
+        """A transfer failed: UCX has failed the connection, and with it everything on it."""
+        assert self._reader is not None
+        for job in remote.jobs:
+            self._reader.release(job.handle)
+        self._remove(remote)
+        self._tell_lost(remote, f"{remote.name}: {why}")
+
+    def _fence(self) -> None:
+        """End the reader agent, so that nothing is in flight any more."""
+        assert self._reader is not None
+        stuck = [name for name, remote in self._remotes.items() if remote.jobs]
+        log.warning("kv.nixl_reader_torn_down", waited_for=stuck, peers=list(self._remotes))
+        self._reader.close()
+        self._reader = None
+        remotes, self._remotes = self._remotes, {}
+        for remote in remotes.values():
+            self._tell_lost(remote, f"{remote.name}: cut off with {', '.join(stuck)}")
+
+    def _tell_lost(self, remote: _Remote, why: str) -> None:
+        for connection in remote.connections:
+            self._tell(partial(self._on_lost, connection, why))
+        for job in remote.jobs:
+            self._end(job, why)
+
+    def _end(self, job: NixlJob, why: str | None) -> None:
+        job.handle = None
+        self._tell(partial(self._on_ended, job, why))
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        """Have the loop do it, in order."""
+        self._loop.call_soon_threadsafe(news)
+
+
+async def settled(future: asyncio.Future[None]) -> None:
+    """Wait for it, however often the caller is cancelled; a cancellation is raised then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
