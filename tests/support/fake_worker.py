@@ -26,10 +26,12 @@ from moonpool.ids import AttemptId, Incarnation, WorkerId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvLayout
+from moonpool.kv.published_set import PublishedSet
 from moonpool.kv.region import KvRegion
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.server import RpcServer
 from moonpool.wire.control import Announce, encode_announce
+from moonpool.wire.kv_events import snapshot_to_pb
 from moonpool.wire.session import (
     Ping,
     WorkerReport,
@@ -76,6 +78,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         #: Set to end every router's stream with it.
         self.refusal: MoonpoolError | None = None
         self._joined = asyncio.Event()
+        #: What it says that its cache holds.
+        self.published = PublishedSet()
         self.load = LoadReport(
             ledger=BlockLedger(num_total=1000, num_free=1000, num_cached=0, num_referenced=0)
         )
@@ -100,6 +104,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     load=self.load,
                     valid_for_s=3.0,
                     is_leaving=is_leaving,
+                    kv_head=self.published.head,
                 )
             ),
         )
@@ -196,6 +201,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 reader.cancel()
                 session.closed.set()
                 self._joined.clear()
+
+    async def Snapshot(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        for part in snapshot_to_pb(self.published.snapshot()):
+            yield part
 
     async def _read(self, session: FakeSession, requests: Any) -> None:
         async for raw in requests:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from moonpool.bus.memory import MemoryBroker
+from moonpool.bus.memory import MemoryBroker, MemoryBus
 from moonpool.inference.request import InferenceRequest
 from moonpool.service.life import Phase
 from moonpool.telemetry import names
@@ -41,7 +41,9 @@ class Workers:
         config = worker_config(self.data_dir, self._model, worker_id, role, **settings)
         stack = await self._stack.enter_async_context(AsyncExitStack())
         worker = await stack.enter_async_context(
-            running_worker(config, self.broker, start_engine=engines or ThreadEngines(gate))
+            running_worker(
+                config, MemoryBus(self.broker), start_engine=engines or ThreadEngines(gate)
+            )
         )
         self._started[worker] = stack
         return worker, await stack.enter_async_context(worker.router())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moonpool.bus.memory import MemoryBroker, MemoryBus
+from moonpool.bus.protocol import Bus
 from moonpool.config.process import CommonSettings, WorkerConfig
 from moonpool.config.schema import TelemetrySettings, WorkerSettings
 from moonpool.config.secret import load_or_create_secret
@@ -91,14 +91,14 @@ class RunningWorker:
 @contextlib.asynccontextmanager
 async def running_worker(
     config: WorkerConfig,
-    broker: MemoryBroker,
+    bus: Bus,
     *,
     start_engine: StartEngine | None = None,
     policy: StopPolicy | None = None,
 ) -> AsyncIterator[RunningWorker]:
     """The worker of `config`, drained and stopped on exit."""
     build = build_prefill if config.role == "prefill" else build_decode
-    service = build(config, bus=MemoryBus(broker), start_engine=start_engine)
+    service = build(config, bus=bus, start_engine=start_engine)
     async with running(service, policy=policy) as life:
         address = str(life.facts["grpc_address"])
         yield RunningWorker(config=config, service=service, running=life, address=address)

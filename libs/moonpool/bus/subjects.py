@@ -13,6 +13,7 @@ class Subjects:
     """The subjects of one cluster.
 
     moonpool.<cluster>.worker.<worker_id>   Announce, each second, and at once after Who
+    moonpool.<cluster>.kv.<worker_id>       KvEvents, when blocks have come or gone
     moonpool.<cluster>.router.who           Who, when a router starts or reconnects
     """
 
@@ -26,6 +27,14 @@ class Subjects:
     def announces(self) -> str:
         """Pattern: all workers'."""
         return f"{self._root}.worker.*"
+
+    def kv_events(self, worker_id: str) -> str:
+        return f"{self._root}.kv.{token(worker_id, 'worker_id')}"
+
+    @property
+    def all_kv_events(self) -> str:
+        """Pattern: all workers'."""
+        return f"{self._root}.kv.*"
 
     @property
     def who(self) -> str:

@@ -106,6 +106,26 @@ RETRIES = _counter(
 CANCELLED = _counter("moonpool_cancelled_total", "Requests whose client went away.", "phase")
 REJECTED = _counter("moonpool_rejected_total", "Requests refused at the door.", "reason")
 WORKER_STATE = _gauge("moonpool_worker_state", "Workers known, by state.", "role", "state")
+INDEX_BATCHES = _counter(
+    "moonpool_index_batches_total",
+    "Changes of workers' published blocks that came over the bus: read, unreadable.",
+    "outcome",
+)
+INDEX_GAPS = _counter(
+    "moonpool_index_gaps_total", "Times that a change of a worker's blocks was missing."
+)
+INDEX_MISMATCHES = _counter(
+    "moonpool_index_mismatches_total",
+    "Times that a worker's blocks differed from what the index had of them.",
+)
+INDEX_SNAPSHOTS = _counter(
+    "moonpool_index_snapshots_total",
+    "Snapshots asked of workers, by what came of it: loaded, failed.",
+    "outcome",
+)
+INDEX_BLOCKS = _gauge(
+    "moonpool_index_blocks", "Blocks that the index has of each worker.", "worker"
+)
 
 # -- workers --
 
@@ -114,6 +134,14 @@ KV_BLOCKS = _gauge(
     "Blocks of the pool, by state: free, cached, active.",
     "tier",
     "state",
+)
+KV_PUBLISHED_BLOCKS = _gauge(
+    "moonpool_kv_published_blocks", "Blocks that the worker has told of over the bus."
+)
+KV_EVENT_BATCHES = _counter(
+    "moonpool_kv_event_batches_total",
+    "Changes of the published blocks, by what became of them: sent, unsent.",
+    "outcome",
 )
 KV_TRANSFER = _histogram(
     "moonpool_kv_transfer_seconds", "One read of KV from a peer.", _STAGE_S, "backend"

@@ -1,4 +1,4 @@
-"""What travels over the bus <-> protobuf: Announce and Who."""
+"""What travels over the bus <-> protobuf: Announce and Who (KV events: wire/kv_events.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from moonpool.api.v1 import control_pb2 as pb
 from moonpool.ids import WorkerKey
+from moonpool.kv.published_set import SetHead
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.wire.fields import between, decode, name, text
+from moonpool.wire.kv_events import head_from_pb, head_to_pb
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 from moonpool.wire.worker import (
     PROTOCOL_MAJOR,
@@ -40,6 +42,8 @@ class Announce:
     load: LoadValues
     valid_for_s: float
     is_leaving: bool = False
+    #: Of its published set; None if it publishes none.
+    kv_head: SetHead | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ class ReceivedAnnounce:
     load: LoadReport
     valid_for_s: float
     is_leaving: bool
+    kv_head: SetHead | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,7 @@ def encode_announce(announce: Announce) -> bytes:
         load=load_to_pb(announce.load),
         valid_for_ms=round(announce.valid_for_s * 1_000),
         is_leaving=announce.is_leaving,
+        kv_head=head_to_pb(announce.kv_head) if announce.kv_head is not None else None,
     ).SerializeToString()
 
 
@@ -91,6 +97,7 @@ def decode_announce(data: bytes) -> ReceivedAnnounce:
         load=load_from_pb(message.load, "load"),
         valid_for_s=valid_for_ms / 1_000,
         is_leaving=message.is_leaving,
+        kv_head=head_from_pb(message.kv_head, "kv_head") if message.HasField("kv_head") else None,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
+from moonpool.kv.published_set import SetHead
 from moonpool.wire.control import Announce, encode_announce
 from moonpool.wire.worker import LoadValues, WorkerHello
 
@@ -20,12 +21,19 @@ class Announcer:
     """On one loop. A broker that is away is no reason to stop: the next announcement is the news."""
 
     def __init__(
-        self, *, bus: Bus, subjects: Subjects, hello: WorkerHello, load: Callable[[], LoadValues]
+        self,
+        *,
+        bus: Bus,
+        subjects: Subjects,
+        hello: WorkerHello,
+        load: Callable[[], LoadValues],
+        kv_head: Callable[[], SetHead],
     ) -> None:
         self._bus = bus
         self.subjects = subjects
         self._hello = hello
         self._load = load
+        self._kv_head = kv_head
         self._sequence = 0
         self._is_leaving = False
         self._is_due = asyncio.Event()
@@ -62,6 +70,7 @@ class Announcer:
             load=self._load(),
             valid_for_s=VALID_FOR_S,
             is_leaving=self._is_leaving,
+            kv_head=self._kv_head(),
         )
         subject = self.subjects.announce(self._hello.worker.worker_id)
         await self._bus.publish(subject, encode_announce(announce))

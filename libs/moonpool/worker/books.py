@@ -15,6 +15,8 @@ WORKER_METRICS: tuple[Metric, ...] = (
     names.EVENT_LOOP_LAG,
     names.NATS_CONNECTED,
     names.KV_BLOCKS,
+    names.KV_PUBLISHED_BLOCKS,
+    names.KV_EVENT_BATCHES,
     names.KV_TRANSFER,
     names.KV_TRANSFER_BYTES,
     names.KV_CHECKSUM_MISMATCH,
@@ -64,6 +66,13 @@ class WorkerBooks:
 
     def handed_back(self, reason: HandBackReason) -> None:
         self._metrics.count(names.HANDED_BACK, reason=reason.value)
+
+    def kv_events(self, *, is_sent: bool) -> None:
+        """A change of the published blocks has left, or was dropped."""
+        self._metrics.count(names.KV_EVENT_BATCHES, outcome="sent" if is_sent else "unsent")
+
+    def kv_published(self, num_blocks: int) -> None:
+        self._metrics.set(names.KV_PUBLISHED_BLOCKS, num_blocks)
 
     def loop_lag(self, lag_s: float) -> None:
         self._metrics.observe(names.EVENT_LOOP_LAG, lag_s)

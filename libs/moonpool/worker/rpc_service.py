@@ -15,9 +15,16 @@ import structlog
 
 from moonpool.api.v1 import worker_pb2 as pb
 from moonpool.api.v1 import worker_pb2_grpc
-from moonpool.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from moonpool.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from moonpool.handoff.messages import Commit, Open, RouterMessage
 from moonpool.wire.handoff import open_from_pb, source_message_to_pb
+from moonpool.wire.kv_events import snapshot_to_pb
+from moonpool.wire.request import worker_key_from_pb
 from moonpool.wire.session import (
     Ping,
     frame_message_to_pb,
@@ -119,6 +126,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
         shell.begin_drain()
         shell.tasks.create_task(_hand_back_later(shell, request.timeout_ms / 1_000))
         return pb.DrainReply()
+
+    async def Snapshot(  # noqa: N802 - the method's name in the schema
+        self, request: Any, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        shell = self._opened()
+        worker = worker_key_from_pb(request.worker, "worker")
+        if worker != shell.hello.worker:
+            raise FailedPreconditionError(f"This is {shell.hello.worker}, not {worker}.")
+        for part in snapshot_to_pb(shell.kv.snapshot()):
+            yield part
+
+    async def ClearCache(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        self._opened().clear_cache()
+        return pb.ClearCacheReply()
 
     def _opened(self) -> WorkerShell:
         if self._shell is None:

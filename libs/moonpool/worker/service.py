@@ -40,6 +40,7 @@ from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.hub.model_dir import resolve
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
 from moonpool.kv.layout import KvLayout
+from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.memory.fd_server import FdServer, socket_name
 from moonpool.memory.host import host_id
 from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
@@ -231,6 +232,7 @@ class WorkerService:
             books=self._books,
             failpoints=self._failpoints,
             clock=self._adapters.clock,
+            namespace_seed=NamespaceSeeds(hello.namespace, secret.value),
             is_checked=config.worker.is_checked,
         )
         engine = self._adapters.start_engine(
@@ -256,9 +258,14 @@ class WorkerService:
         bus = await life.enter(self._adapters.bus)
         bus.on_connection(self._books.bus_connection)
         announcer = self._announcer = Announcer(
-            bus=bus, subjects=Subjects(common.cluster), hello=hello, load=shell.load
+            bus=bus,
+            subjects=Subjects(common.cluster),
+            hello=hello,
+            load=shell.load,
+            kv_head=lambda: shell.kv.head,
         )
         life.spawn(announcer.run(), name="announcer")
+        life.spawn(shell.kv.run(bus, announcer.subjects), name="kv-events")
         if hello.role.can_decode:
             scout = PeerScout(bus=bus, subjects=announcer.subjects, peers=peers, own=key)
             life.spawn(scout.run(), name="scout")

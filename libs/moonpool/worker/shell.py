@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -27,6 +28,7 @@ from moonpool.core.protocol import (
     Abort,
     Arrived,
     BlockLedger,
+    ClearCache,
     Command,
     Decode,
     Drain,
@@ -48,8 +50,18 @@ from moonpool.handoff.effects import (
     SendToRouter,
     StartRead,
 )
-from moonpool.handoff.events import CoreFrameReceived, HandoffEvent, LayersDone, ReadDone
+from moonpool.handoff.events import (
+    CoreFrameReceived,
+    HandoffEvent,
+    LayersDone,
+    ReadDone,
+    RouterMessageReceived,
+)
+from moonpool.handoff.messages import DecodeRequest
+from moonpool.handoff.room_check import RoomCheck
 from moonpool.handoff.worker import WorkerHandoffs
+from moonpool.inference.request import InferenceRequest
+from moonpool.kv.block_hash import NamespaceSeed
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.native import Kernels
 from moonpool.wire.engine_messages import TimedFrame
@@ -58,6 +70,7 @@ from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.books import WorkerBooks
 from moonpool.worker.handoff_driver import HandoffDriver
 from moonpool.worker.handoff_streams import HandoffStreams
+from moonpool.worker.kv_publisher import KvPublisher
 from moonpool.worker.kv_reads import KvReads
 from moonpool.worker.layer_bell import LayerBell
 from moonpool.worker.load import Load
@@ -80,6 +93,7 @@ class WorkerShell:
         send_command: To the core; never waits.
         peers: Sources that this worker reads from.
         rpc_key: The cluster's, for calls to peers.
+        namespace_seed: The start of a request's block hash chain, as the core has it.
         is_checked: Validate the machines after every event.
     """
 
@@ -96,6 +110,7 @@ class WorkerShell:
         books: WorkerBooks,
         failpoints: Failpoints,
         clock: Clock,
+        namespace_seed: Callable[[InferenceRequest], NamespaceSeed],
         is_checked: bool = False,
     ) -> None:
         self.hello = hello
@@ -126,7 +141,15 @@ class WorkerShell:
             handoffs=handoffs, perform=self._perform, clock=clock, is_checked=is_checked
         )
         self._bell = LayerBell(memory=memory, kernels=kernels, on_layers=self._on_layers)
-        self.sessions = RouterSessions(load=self.load, handle=self._driver.handle, clock=clock)
+        #: What the cache holds, for routers.
+        self.kv = KvPublisher(hello.worker, books=books)
+        self._room = RoomCheck(
+            namespace_seed=namespace_seed,
+            num_held=self.kv.num_held,
+            block_size=memory.layout.block_size,
+            max_model_len=hello.max_model_len,
+        )
+        self.sessions = RouterSessions(load=self.load, handle=self._on_router_event, clock=clock)
         self.streams = HandoffStreams(
             leaf_digests=memory.leaf_digests,
             first_layer=first_layer,
@@ -201,6 +224,11 @@ class WorkerShell:
     def set_gauges(self) -> None:
         """Bring the books up to date with what is held now."""
         self._books.gauges(self.ledger_report(), num_queued_tokens=self._num_queued_tokens)
+        self._books.kv_published(self.kv.head.count)
+
+    def clear_cache(self) -> None:
+        """Have the core forget every cached block that nobody references."""
+        self._send_command(ClearCache())
 
     # -- draining --
 
@@ -233,6 +261,7 @@ class WorkerShell:
         frame = timed.frame
         self._ledger = frame.ledger
         self._num_queued_tokens = frame.num_queued_tokens
+        self.kv.take(frame.cache_events)
         self._book.core_frame(timed)
         self.steps.frame_received(timed)
         self._driver.handle(CoreFrameReceived(step=frame.step, replies=frame.replies))
@@ -245,6 +274,16 @@ class WorkerShell:
         self._books.frame(frame)
 
     def _on_layers(self, event: LayersDone) -> None:
+        self._driver.handle(event)
+
+    # -- from the routers --
+
+    def _on_router_event(self, event: HandoffEvent) -> None:
+        match event:
+            case RouterMessageReceived(message=DecodeRequest(request=request)) if (
+                not self._is_draining and self._room.is_hopeless(request, self._ledger)
+            ):
+                event = replace(event, has_room=False)
         self._driver.handle(event)
 
     # -- from the transports --

@@ -1,0 +1,104 @@
+"""KvPublisher: what this worker's cache holds, told over the bus as it changes, or whole when asked.
+
+    core's events ----> log ----> PublishedSet ----> batches ----> bus
+                     (merges)         |
+                                      +----> head: in every announcement; snapshot: over gRPC
+
+Rules
+  1. Nothing waits for the broker but the net change: while it is away, or slower than the engine, events
+     merge in the log, and the set stays at what was published.
+  2. A batch that the bus drops is gone: whoever follows notices by the next one, or by an announcement,
+     and asks for a snapshot.
+  3. No message is larger than a broker takes: a large change leaves as several batches, each a change of
+     the set with a sequence of its own.
+  4. A snapshot is up to date whether the broker is there or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+import structlog
+
+from moonpool.bus.protocol import Bus
+from moonpool.bus.subjects import Subjects
+from moonpool.errors import InvalidRequestError
+from moonpool.ids import WorkerKey
+from moonpool.kv.block_key import KeyArray
+from moonpool.kv.events import CacheEvent, CacheEventLog, split_cache_events
+from moonpool.kv.published_set import EventBatch, PublishedSet, SetHead, SetSnapshot
+from moonpool.wire.kv_events import MAX_BATCH_BLOCKS, encode_kv_events
+from moonpool.worker.books import WorkerBooks
+
+log = structlog.get_logger("moonpool.worker")
+
+
+class KvPublisher:
+    """On one loop.
+
+    Args:
+        worker: This incarnation.
+        max_batch_blocks: Most blocks that one message tells of.
+    """
+
+    def __init__(
+        self, worker: WorkerKey, *, books: WorkerBooks, max_batch_blocks: int = MAX_BATCH_BLOCKS
+    ) -> None:
+        self._worker = worker
+        self._books = books
+        self._max_batch_blocks = max_batch_blocks
+        self._log = CacheEventLog()
+        self._set = PublishedSet()
+        #: Changes of the set that have not left; sent, or dropped, in one go.
+        self._batches: deque[EventBatch] = deque()
+        self._has_news = asyncio.Event()
+
+    @property
+    def head(self) -> SetHead:
+        """Of what has been published."""
+        return self._set.head
+
+    def take(self, events: Iterable[CacheEvent]) -> None:
+        """The cache has changed."""
+        self._log.add(events)
+        if self._log:
+            self._has_news.set()
+
+    def num_held(self, keys: KeyArray) -> int | None:
+        """How many leading blocks of a chain this worker holds; None while that is not known here."""
+        return None if self._log else self._set.num_leading(keys)
+
+    def snapshot(self) -> SetSnapshot:
+        """All that the cache holds."""
+        self._advance()
+        return self._set.snapshot()
+
+    async def run(self, bus: Bus, subjects: Subjects) -> None:
+        """Publish until cancelled."""
+        subject = subjects.kv_events(self._worker.worker_id)
+        bus.on_connection(lambda _is_connected: self._has_news.set())
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if bus.is_connected:
+                self._advance()
+            while self._batches:
+                await self._publish(bus, subject, self._batches.popleft())
+
+    def _advance(self) -> None:
+        """Bring the set up to the cache."""
+        for events in split_cache_events(self._log.take(), self._max_batch_blocks):
+            batch = self._set.apply(events)
+            if batch is not None:
+                self._batches.append(batch)
+                self._has_news.set()
+
+    async def _publish(self, bus: Bus, subject: str, batch: EventBatch) -> None:
+        try:
+            is_sent = await bus.publish(subject, encode_kv_events(self._worker, batch))
+        except InvalidRequestError as error:
+            log.warning("worker.kv_events_refused", why=error.message, num_blocks=batch.num_keys)
+            is_sent = False
+        self._books.kv_events(is_sent=is_sent)
