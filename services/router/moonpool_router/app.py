@@ -25,10 +25,13 @@ from moonpool.config.process import RouterConfig
 from moonpool.config.secret import load_or_create_secret
 from moonpool.dispatch.config import DispatchConfig
 from moonpool.dispatch.dispatcher import Dispatcher
+from moonpool.dispatch.index_follower import IndexFollower
 from moonpool.dispatch.membership import Membership, MembershipConfig
 from moonpool.errors import UnavailableError
 from moonpool.failpoints import Failpoints
+from moonpool.kv.prefix_index import PrefixIndex
 from moonpool.routing.disagg_decider import DisaggConfig
+from moonpool.routing.prefix_matcher import PrefixMatcher
 from moonpool.rpc.options import PUBLIC_MESSAGE_BYTES
 from moonpool.rpc.server import RpcServer
 from moonpool.service.http_server import HttpServer
@@ -47,6 +50,7 @@ from moonpool_router.bus_listener import BusListener
 from moonpool_router.compatibility import Compatibility
 from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.http_door import HttpDoor, HttpSettings
+from moonpool_router.index_feed import IndexFeed
 from moonpool_router.inference_door import InferenceDoor
 from moonpool_router.pipeline import PipelineLimits, RequestPipeline
 from moonpool_router.served_model import ServedModel
@@ -87,6 +91,7 @@ class RouterService:
         self._pipeline: RequestPipeline | None = None
         self._loop: DispatchLoop | None = None
         self._books: RouterBooks | None = None
+        self._feed: IndexFeed | None = None
 
     @property
     def name(self) -> str:
@@ -118,11 +123,29 @@ class RouterService:
             ),
             key=secret.rpc_key,
         )
+        books = self._books = RouterBooks(Metrics(ROUTER_METRICS), model=model.facts.name)
+        books.metrics.set(names.BUILD_INFO, 1, version=__version__, process=self.name)
+        subjects = Subjects(common.cluster)
+        follower = IndexFollower(PrefixIndex())
+        matcher = PrefixMatcher(follower.index, secret.value)
+        feed = self._feed = IndexFeed(
+            follower,
+            matcher,
+            bus=self._bus,
+            subjects=subjects,
+            key=secret.rpc_key,
+            clock=self._clock,
+            books=books,
+        )
         tracer = Tracer(clock=self._clock, sink=traces.add, process=self.name, rng=random.Random())
         loop = self._loop = DispatchLoop(
-            Dispatcher(self._dispatch_config()),
+            Dispatcher(
+                self._dispatch_config(),
+                num_cached_tokens=lambda key, request: matcher(request).get(key, 0),
+            ),
             Membership(MembershipConfig(seeds=config.router.seeds)),
             links=links,
+            watcher=feed,
             compatibility=compatibility,
             traces=traces,
             clock=self._clock,
@@ -130,8 +153,6 @@ class RouterService:
             on_change=self._changed.set,
         )
         links.listen(loop)
-        books = self._books = RouterBooks(Metrics(ROUTER_METRICS), model=model.facts.name)
-        books.metrics.set(names.BUILD_INFO, 1, version=__version__, process=self.name)
         pipeline = self._pipeline = RequestPipeline(
             model,
             loop,
@@ -149,11 +170,10 @@ class RouterService:
         server = await self._listen(life, pipeline, traces)
         http = await self._listen_http(life, pipeline, books)
         loop.start()
-        listener = BusListener(
-            self._bus, Subjects(common.cluster), loop, router_id=config.router_id
-        )
+        listener = BusListener(self._bus, subjects, loop, feed, router_id=config.router_id)
         listener.watch_connection()
         life.spawn(loop.run(), name="dispatch")
+        life.spawn(feed.run(), name="prefix index")
         life.spawn(listener.listen(), name="announcements")
         life.spawn(listener.ask(), name="who")
         life.spawn(watch_loop_lag(books.loop_lag), name="loop lag")
@@ -187,12 +207,26 @@ class RouterService:
         await self._http.stop(grace_s=_STOP_GRACE_S)
         await self._server.stop(grace_s=_STOP_GRACE_S)
 
+    @property
+    def metrics(self) -> Metrics:
+        """After `start`."""
+        assert self._books is not None, "start() has not returned"
+        return self._books.metrics
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What workers are believed to hold. After `start`; to be read."""
+        assert self._feed is not None, "start() has not returned"
+        return self._feed.index
+
     # -- for doors --
 
     def render_metrics(self) -> bytes:
         """The text that Prometheus scrapes, with gauges as of now."""
         assert self._loop is not None
         assert self._books is not None
+        assert self._feed is not None
+        self._feed.set_gauges()
         num_workers = Counter(
             (member.role.value if member.role else "unknown", member.state.value)
             for member in self._loop.members()

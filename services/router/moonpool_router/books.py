@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moonpool.dispatch.effects import Placement
@@ -36,6 +37,11 @@ ROUTER_METRICS: tuple[Metric, ...] = (
     names.CANCELLED,
     names.REJECTED,
     names.WORKER_STATE,
+    names.INDEX_BATCHES,
+    names.INDEX_GAPS,
+    names.INDEX_MISMATCHES,
+    names.INDEX_SNAPSHOTS,
+    names.INDEX_BLOCKS,
 )
 
 
@@ -60,6 +66,7 @@ class RouterBooks:
         self._generation_tokens = metrics.counter(names.GENERATION_TOKENS, model=model)
         self._itl = metrics.histogram(names.ITL, model=model)
         self._worker_states: set[tuple[str, str]] = set()
+        self._indexed_workers: set[str] = set()
 
     @property
     def metrics(self) -> Metrics:
@@ -118,6 +125,26 @@ class RouterBooks:
 
     def loop_lag(self, lag_s: float) -> None:
         self._metrics.observe(names.EVENT_LOOP_LAG, lag_s)
+
+    def index_batch(self, *, is_readable: bool) -> None:
+        """A change of a worker's blocks came over the bus."""
+        self._metrics.count(names.INDEX_BATCHES, outcome="read" if is_readable else "unreadable")
+
+    def index_gap(self) -> None:
+        self._metrics.count(names.INDEX_GAPS)
+
+    def index_mismatch(self) -> None:
+        self._metrics.count(names.INDEX_MISMATCHES)
+
+    def index_snapshot(self, *, is_loaded: bool) -> None:
+        """A worker was asked for its published blocks."""
+        self._metrics.count(names.INDEX_SNAPSHOTS, outcome="loaded" if is_loaded else "failed")
+
+    def index(self, num_blocks: Mapping[str, int]) -> None:
+        """Set the gauges, by worker; one that is not followed any more has 0."""
+        self._indexed_workers |= num_blocks.keys()
+        for worker in self._indexed_workers:
+            self._metrics.set(names.INDEX_BLOCKS, num_blocks.get(worker, 0), worker=worker)
 
     def fleet(self, counts: FleetCounts) -> None:
         """Set the gauges; a worker state that nobody is in any more becomes 0."""

@@ -1,4 +1,4 @@
-"""BusListener: announcements from the bus to the dispatch loop, and Who when the router has connected.
+"""BusListener: announcements from the bus to the router's machines, and Who when it has connected.
 
 What cannot be read, or speaks another protocol, is dropped and counted: the bus is anybody's.
 """
@@ -15,6 +15,7 @@ from moonpool.dispatch.membership import Announcement
 from moonpool.errors import MoonpoolError
 from moonpool.wire.control import Who, decode_announce, encode_who
 from moonpool_router.dispatch_loop import DispatchLoop
+from moonpool_router.index_feed import IndexFeed
 
 log = structlog.get_logger("moonpool.router")
 
@@ -22,10 +23,19 @@ log = structlog.get_logger("moonpool.router")
 class BusListener:
     """Two tasks: `listen` and `ask`."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, loop: DispatchLoop, *, router_id: str) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        loop: DispatchLoop,
+        feed: IndexFeed,
+        *,
+        router_id: str,
+    ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._loop = loop
+        self._feed = feed
         self._router_id = router_id
         self._connected = asyncio.Event()
         self.num_unreadable = 0
@@ -54,6 +64,8 @@ class BusListener:
                     is_leaving=announce.is_leaving,
                 )
             )
+            if announce.kv_head is not None:
+                self._feed.on_announced(announce.worker, announce.kv_head)
 
     async def ask(self) -> None:
         """At every connection, ask who is there. For ever."""

@@ -51,6 +51,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.messages import RouterMessage
 from moonpool.ids import RequestId, WorkerKey
+from moonpool.kv.block_hash import ModelNamespace
 from moonpool.routing.selector import Selection
 from moonpool.routing.worker_view import WorkerInfo
 from moonpool.telemetry import names
@@ -80,6 +81,16 @@ class Links(Protocol):
         ...
 
 
+class FleetWatcher(Protocol):
+    """Who follows the workers, for their prefixes. All calls return at once."""
+
+    def on_worker_joined(self, info: WorkerInfo, namespace: ModelNamespace) -> None: ...
+
+    def on_worker_lost(self, key: WorkerKey) -> None: ...
+
+    def on_request_ended(self, request_id: RequestId) -> None: ...
+
+
 class DispatchLoop:
     """See the file's head.
 
@@ -93,6 +104,7 @@ class DispatchLoop:
         membership: Membership,
         *,
         links: Links,
+        watcher: FleetWatcher,
         compatibility: Compatibility,
         traces: TraceRing,
         clock: Clock,
@@ -102,6 +114,7 @@ class DispatchLoop:
         self._dispatcher = dispatcher
         self._membership = membership
         self._links = links
+        self._watcher = watcher
         self._compatibility = compatibility
         self._traces = traces
         self._clock = clock
@@ -291,7 +304,9 @@ class DispatchLoop:
                 case WorkerJoined(info=info):
                     log.info("worker.joined", worker=str(info.key), role=info.role, at=info.address)
                     self._address_by_key[info.key] = info.address
-                    self._compatibility.adopt(self._hellos[info.key].namespace)
+                    namespace = self._hellos[info.key].namespace
+                    self._compatibility.adopt(namespace)
+                    self._watcher.on_worker_joined(info, namespace)
                     self.handle(effect)
                 case WorkerLost(key=key):
                     log.warning("worker.lost", worker=str(key))
@@ -300,6 +315,7 @@ class DispatchLoop:
                     self._loads.pop(key, None)
                     if not self._address_by_key:
                         self._compatibility.release()
+                    self._watcher.on_worker_lost(key)
                     self.handle(effect)
         if effects:
             self._wakeup.set()
@@ -331,6 +347,7 @@ class DispatchLoop:
                         )
                 case EndRequest(request_id=request_id):
                     self._log_end(effect)
+                    self._watcher.on_request_ended(request_id)
                     answer = self._answers.get(request_id)
                     if answer is not None:
                         answer.on_end(effect)

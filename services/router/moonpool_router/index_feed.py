@@ -1,0 +1,174 @@
+"""IndexFeed: workers' KV events and snapshots to the router's prefix index, and what it knows to placement.
+
+    bus ------- KvEvents --------+
+    bus ------- announced heads -+-> IndexFollower -> PrefixIndex <- PrefixMatcher <- placement
+    dispatch -- joined, lost ----+        |
+    workers <-- Worker.Snapshot ----------+  one question at a time each
+
+When to ask a worker is the machine's to say (dispatch/index_follower.py); this is its IO and its clock.
+What cannot be read is dropped and counted: the bus is anybody's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import structlog
+
+from moonpool.bus.protocol import Bus
+from moonpool.bus.subjects import Subjects
+from moonpool.clock import Clock
+from moonpool.dispatch.index_follower import AskReason, AskSnapshot, IndexFollower
+from moonpool.errors import MoonpoolError
+from moonpool.ids import RequestId, WorkerKey
+from moonpool.kv.block_hash import ModelNamespace
+from moonpool.kv.prefix_index import PrefixIndex
+from moonpool.kv.published_set import SetHead
+from moonpool.routing.prefix_matcher import PrefixMatcher
+from moonpool.routing.worker_view import WorkerInfo
+from moonpool.rpc.admin import fetch_snapshot
+from moonpool.wire.kv_events import decode_kv_events
+from moonpool_router.books import RouterBooks
+
+#: A million blocks over a slow network.
+ASK_TIMEOUT_S = 10.0
+#: The loop is everybody's: after so many batches in a row others have their turn.
+_BATCHES_PER_TURN = 16
+
+log = structlog.get_logger("moonpool.router")
+
+
+class IndexFeed:
+    """See the file's head. On one loop.
+
+    Args:
+        matcher: Reads the follower's index.
+        key: The cluster's RPC key.
+    """
+
+    def __init__(
+        self,
+        follower: IndexFollower,
+        matcher: PrefixMatcher,
+        *,
+        bus: Bus,
+        subjects: Subjects,
+        key: str,
+        clock: Clock,
+        books: RouterBooks,
+    ) -> None:
+        self._follower = follower
+        self._matcher = matcher
+        self._bus = bus
+        self._subjects = subjects
+        self._key = key
+        self._clock = clock
+        self._books = books
+        self._wakeup = asyncio.Event()
+        #: Questions under way, by worker.
+        self._asking: dict[WorkerKey, asyncio.Task[None]] = {}
+
+    @property
+    def index(self) -> PrefixIndex:
+        """To be read."""
+        return self._follower.index
+
+    def set_gauges(self) -> None:
+        """Bring the books up to date with what is known now."""
+        index = self.index
+        self._books.index({worker.worker_id: index.head(worker).count for worker in index.workers})
+
+    # -- from the dispatch loop --
+
+    def on_worker_joined(self, info: WorkerInfo, namespace: ModelNamespace) -> None:
+        self._matcher.adopt(namespace)
+        self._follower.on_joined(info, self._clock.now())
+        self._wakeup.set()
+
+    def on_worker_lost(self, key: WorkerKey) -> None:
+        self._follower.on_lost(key)
+        task = self._asking.pop(key, None)
+        if task is not None:
+            task.cancel()
+
+    def on_request_ended(self, request_id: RequestId) -> None:
+        self._matcher.forget(request_id)
+
+    # -- from the bus --
+
+    def on_announced(self, key: WorkerKey, head: SetHead) -> None:
+        """A worker says what its published set is."""
+        self._follower.on_head(key, head, self._clock.now())
+        self._wakeup.set()
+
+    async def run(self) -> None:
+        """Listen, and ask when that is due. For ever."""
+        self._bus.on_connection(self._on_connection)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen(), name="kv events")
+            while True:
+                self._wakeup.clear()
+                now = self._clock.now()
+                for effect in self._follower.tick(now):
+                    self._asking[effect.key] = tasks.create_task(
+                        self._ask(effect), name=f"snapshot {effect.key.worker_id}"
+                    )
+                due_at = self._follower.next_due()
+                try:
+                    async with asyncio.timeout(None if due_at is None else max(due_at - now, 0.0)):
+                        await self._wakeup.wait()
+                except TimeoutError:
+                    continue
+
+    # -- parts --
+
+    def _on_connection(self, is_connected: bool) -> None:
+        self._follower.on_bus_changed(is_connected)
+        self._wakeup.set()
+
+    async def _listen(self) -> None:
+        num_in_turn = 0
+        async for message in await self._bus.subscribe(self._subjects.all_kv_events):
+            try:
+                events = decode_kv_events(message.data)
+            except MoonpoolError as error:
+                self._books.index_batch(is_readable=False)
+                log.debug("bus.unreadable", subject=message.subject, reason=error.message)
+                continue
+            self._books.index_batch(is_readable=True)
+            self._follower.on_batch(events.worker, events.batch, self._clock.now())
+            if self._follower.index.needs_snapshot(events.worker):
+                self._wakeup.set()
+            num_in_turn += 1
+            if num_in_turn >= _BATCHES_PER_TURN:
+                num_in_turn = 0
+                await asyncio.sleep(0)
+
+    async def _ask(self, effect: AskSnapshot) -> None:
+        self._note(effect)
+        key = effect.key
+        try:
+            snapshot = await fetch_snapshot(
+                effect.address, key, key=self._key, deadline_s=ASK_TIMEOUT_S
+            )
+        except MoonpoolError as error:
+            level = logging.DEBUG if effect.is_repeated else logging.WARNING
+            log.log(level, "index.not_answered", worker=str(key), why=error.message)
+            self._books.index_snapshot(is_loaded=False)
+            self._follower.on_not_answered(key, self._clock.now())
+        else:
+            self._books.index_snapshot(is_loaded=True)
+            self._follower.on_snapshot(key, snapshot, self._clock.now())
+        if self._asking.get(key) is asyncio.current_task():
+            del self._asking[key]
+        self._wakeup.set()
+
+    def _note(self, effect: AskSnapshot) -> None:
+        if effect.is_repeated:
+            return
+        log.info("index.asks", worker=str(effect.key), why=effect.reason)
+        if effect.reason is AskReason.GAP:
+            self._books.index_gap()
+        elif effect.reason is AskReason.MISMATCH:
+            self._books.index_mismatch()

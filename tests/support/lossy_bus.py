@@ -1,0 +1,63 @@
+"""A bus that loses messages on their way, as core NATS may."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from moonpool.bus.protocol import (
+    DEFAULT_QUEUE_SIZE,
+    Bus,
+    ConnectionListener,
+    Subscription,
+)
+
+
+class LossyBus:
+    """Another bus, of whose sent messages some never arrive. Implements Bus."""
+
+    def __init__(self, inner: Bus) -> None:
+        self._inner = inner
+        #: What is sent to a subject with this in it is lost, while set.
+        self.lost_part = ""
+        self.num_lost = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._inner.is_connected
+
+    @property
+    def num_unsent(self) -> int:
+        return self._inner.num_unsent
+
+    def on_connection(self, listener: ConnectionListener) -> None:
+        self._inner.on_connection(listener)
+
+    async def wait_connected(self) -> None:
+        await self._inner.wait_connected()
+
+    async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
+        if self.lost_part and self.lost_part in subject and self.is_connected:
+            self.num_lost += 1
+            return True
+        return await self._inner.publish(subject, data, reply_to=reply_to)
+
+    async def subscribe(
+        self, subject: str, *, queue_size: int = DEFAULT_QUEUE_SIZE
+    ) -> Subscription:
+        return await self._inner.subscribe(subject, queue_size=queue_size)
+
+    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
+        return await self._inner.request(subject, data, deadline_s=deadline_s)
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._inner.__aexit__(exc_type, exc, traceback)
