@@ -84,11 +84,19 @@ class CoreMachine(RuleBasedStateMachine):
         request_id=tracked,
         worker=st.integers(0, NUM_WORKERS - 1),
         source=st.sampled_from([None, *range(NUM_WORKERS)]),
+        num_peer_tokens=st.sampled_from([0, 0, 4, 8, 40]),
     )
-    def place(self, request_id: RequestId, worker: int, source: int | None) -> None:
+    def place(
+        self, request_id: RequestId, worker: int, source: int | None, num_peer_tokens: int
+    ) -> None:
         tracked = self._get(request_id)
         if not tracked.is_placed and not tracked.is_over:
-            self.cluster.place(tracked, worker, None if source == worker else source)
+            self.cluster.place(
+                tracked,
+                worker,
+                None if source == worker else source,
+                num_peer_tokens=num_peer_tokens,
+            )
 
     @rule(index=st.integers(0, NUM_WORKERS - 1))
     def step(self, index: int) -> None:
@@ -106,6 +114,30 @@ class CoreMachine(RuleBasedStateMachine):
             self.cluster.deliver(index)
         for tracked in list(self.cluster.requests.values()):
             self.cluster.read(tracked)
+        for read_id in list(self.cluster.fetches):
+            self.cluster.fetch(read_id)
+
+    @rule(index=st.integers(0, 9), num_tokens=st.none() | st.integers(0, 40))
+    def fetch(self, index: int, num_tokens: int | None) -> None:
+        read_ids = list(self.cluster.fetches)
+        if index < len(read_ids):
+            self.cluster.fetch(read_ids[index], num_tokens)
+
+    @rule(index=st.integers(0, 9))
+    def give_up_fetching(self, index: int) -> None:
+        """The soft deadline has passed, or the peer died."""
+        read_ids = list(self.cluster.fetches)
+        if index < len(read_ids):
+            self.cluster.end_fetch(read_ids[index])
+
+    @rule(request_id=tracked, index=st.integers(0, NUM_WORKERS - 1))
+    def lock(self, request_id: RequestId, index: int) -> None:
+        self.cluster.lock(index, self._get(request_id).request)
+
+    @rule(place=st.integers(0, 9))
+    def unlock(self, place: int) -> None:
+        if place < len(self.cluster.locks):
+            self.cluster.unlock(place)
 
     @rule(request_id=tracked, num_tokens=st.none() | st.integers(0, 40))
     def read(self, request_id: RequestId, num_tokens: int | None) -> None:

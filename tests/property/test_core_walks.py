@@ -13,12 +13,15 @@ from moonpool.core.protocol import (
     Abort,
     Arrived,
     BlocksArrived,
+    BlocksFetched,
     ClearCache,
     Decode,
+    FetchEnded,
     ReadEnded,
     Release,
     Reply,
     TokensReady,
+    UnlockPrefix,
 )
 from moonpool.ids import AttemptId, RequestId
 from support.core_cluster import CoreCluster, Tracked, Worker
@@ -62,6 +65,10 @@ class Walk:
             (30, self.step),
             (25, self.deliver),
             (20, self.read),
+            (20, self.fetch),
+            (2, self.give_up_fetching),
+            (2, self.lock),
+            (3, self.unlock),
             (2, self.lose_source),
             (2, self.abort),
             (4, self.end_stray_read),
@@ -118,7 +125,9 @@ class Walk:
         if waiting:
             target = self.rng.randrange(NUM_WORKERS)
             source = 1 - target if self.rng.random() < 0.6 else None
-            self.cluster.place(self.rng.choice(waiting), target, source)
+            num_peer_tokens = self.rng.choice([0, 0, 4, 8, 40])
+            tracked = self.rng.choice(waiting)
+            self.cluster.place(tracked, target, source, num_peer_tokens=num_peer_tokens)
 
     def route(self, tracked: Tracked) -> tuple[int, int | None]:
         target = int(tracked.request.request_id[1:]) % NUM_WORKERS
@@ -134,6 +143,24 @@ class Walk:
         tracked = self.some()
         if tracked is not None:
             self.cluster.read(tracked, self.rng.choice([None, None, self.rng.randrange(40)]))
+
+    def fetch(self) -> None:
+        if self.cluster.fetches:
+            read_id = self.rng.choice(list(self.cluster.fetches))
+            self.cluster.fetch(read_id, self.rng.choice([None, None, self.rng.randrange(40)]))
+
+    def give_up_fetching(self) -> None:
+        if self.cluster.fetches:
+            self.cluster.end_fetch(self.rng.choice(list(self.cluster.fetches)))
+
+    def lock(self) -> None:
+        tracked = self.some()
+        if tracked is not None:
+            self.cluster.lock(self.rng.randrange(NUM_WORKERS), tracked.request)
+
+    def unlock(self) -> None:
+        if self.cluster.locks:
+            self.cluster.unlock(self.rng.randrange(len(self.cluster.locks)))
 
     def lose_source(self) -> None:
         tracked = self.some()
@@ -172,6 +199,9 @@ class Walk:
                     ReadEnded(attempt_id=attempt_id),
                     BlocksArrived(attempt_id=attempt_id, num_tokens=rng.randrange(40)),
                     Arrived(attempt_id=attempt_id, num_tokens=rng.randrange(40), first_token=1),
+                    BlocksFetched(attempt_id=attempt_id, num_tokens=rng.randrange(40)),
+                    FetchEnded(attempt_id=attempt_id, num_tokens=rng.randrange(40)),
+                    UnlockPrefix(read_id=10_000),
                 ]
             ),
         )

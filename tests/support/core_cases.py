@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moonpool.core.config import CoreConfig
-from moonpool.core.protocol import Decode, Prefill, Reply, TokensReady
+from moonpool.core.protocol import Decode, FetchReserved, Prefill, Reply, TokensReady
 from moonpool.core.step import StepPlan
-from moonpool.ids import AttemptId, RequestId
+from moonpool.ids import AttemptId, BlockHash, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
-from support.core_cluster import Worker
+from moonpool.kv.block_hash import hash_blocks
+from support.core_cluster import Worker, tenant_seed
+from support.fake_runner import kv_values
 
 
 def make_config(
@@ -46,12 +48,13 @@ def ident(request_id: str = "r1", attempt: int = 1) -> AttemptId:
     return AttemptId(RequestId(request_id), attempt)
 
 
-def prefill(request: InferenceRequest, attempt: int = 1) -> Prefill:
-    return Prefill(request=request, attempt=attempt)
+def prefill(request: InferenceRequest, attempt: int = 1, *, peer: int = 0) -> Prefill:
+    """`peer`: tokens that a peer is believed to hold."""
+    return Prefill(request=request, attempt=attempt, num_peer_tokens=peer)
 
 
-def decode_here(request: InferenceRequest, attempt: int = 1) -> Decode:
-    return Decode(request=request, attempt=attempt, has_source=False)
+def decode_here(request: InferenceRequest, attempt: int = 1, *, peer: int = 0) -> Decode:
+    return Decode(request=request, attempt=attempt, has_source=False, num_peer_tokens=peer)
 
 
 def reserve(request: InferenceRequest, attempt: int = 1) -> Decode:
@@ -88,6 +91,7 @@ def tokens(
     first_position: int,
     *token_ids: int,
     cached: int | None = None,
+    peer: int = 0,
     finish: FinishReason | None = None,
     attempt: int = 1,
 ) -> TokensReady:
@@ -95,7 +99,22 @@ def tokens(
         attempt_id=ident(request_id, attempt),
         run=TokenRun(first_position=first_position, token_ids=token_ids, finish_reason=finish),
         num_cached_tokens=cached,
+        num_peer_tokens=peer,
     )
+
+
+def chain(request: InferenceRequest, num_blocks: int) -> tuple[BlockHash, ...]:
+    """The hashes of the first blocks of a request's prompt."""
+    return tuple(hash_blocks(tenant_seed(request), request.prompt_token_ids, 4)[:num_blocks])
+
+
+def fetch(worker: Worker, reply: Reply, request: InferenceRequest, num_tokens: int) -> None:
+    """The service reads: KV of [num_cached_tokens, num_tokens) as a peer has it comes into place."""
+    assert isinstance(reply, FetchReserved), reply
+    values = kv_values([], request.token_ids[:num_tokens])
+    for position in range(reply.num_cached_tokens, num_tokens):
+        block, slot = divmod(position, 4)
+        worker.runner.pool[reply.block_ids[block], slot] = values[position]
 
 
 def answers(replies: list[Reply]) -> dict[str, list[int]]:

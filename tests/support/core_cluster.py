@@ -1,7 +1,8 @@
 """Two or more cores with fake runners, and the least of a router and of a handoff between them.
 
 Everything is a method call, so a test decides the order of all that happens. Reading is simulated by
-copying pool values; a read that was given up may still write garbage until its ReadEnded.
+copying pool values; a read that was given up may still write garbage until its ReadEnded. A prefix is
+read from a peer in the same way: the reader's FetchReserved becomes the peer's LockPrefix.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from moonpool.core.protocol import (
     Accepted,
     Arrived,
     BlocksArrived,
+    BlocksFetched,
     ChunkPlanned,
     Command,
     CoreFrame,
     Decode,
+    FetchEnded,
+    FetchReserved,
     HandedBack,
+    LockPrefix,
     Prefill,
     PrefillDone,
     PrefillFailed,
     PrefillStarted,
+    PrefixLocked,
     ReadEnded,
     Refused,
     Release,
@@ -34,11 +40,12 @@ from moonpool.core.protocol import (
     Reserved,
     Revoked,
     TokensReady,
+    UnlockPrefix,
 )
 from moonpool.ids import AttemptId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
-from moonpool.kv.block_hash import NamespaceSeed
+from moonpool.kv.block_hash import NamespaceSeed, hash_blocks
 from support.fake_runner import FakeRunner, NoMark
 
 
@@ -106,6 +113,23 @@ class Handoff:
 
 
 @dataclass(kw_only=True)
+class Fetch:
+    """What the stream knows on which a worker reads a prefix from its peer."""
+
+    read_id: int
+    reader: int
+    peer: int
+    reserved: FetchReserved
+    num_read: int
+    #: None: the peer has not answered.
+    peer_blocks: tuple[int, ...] | None = None
+
+    def unread(self, block_size: int) -> tuple[int, ...]:
+        """The reader's blocks that may still be written."""
+        return self.reserved.block_ids[self.num_read // block_size :]
+
+
+@dataclass(kw_only=True)
 class Tracked:
     """A request as its router sees it."""
 
@@ -118,6 +142,7 @@ class Tracked:
     is_placed: bool = False
     #: Where the current attempt runs.
     target: int = 0
+    has_source: bool = False
     handoff: Handoff | None = None
 
     @property
@@ -134,6 +159,11 @@ class CoreCluster:
         self.requests: dict[RequestId, Tracked] = {}
         #: Reads that were given up and have not ended: (worker, attempt, blocks not yet verified).
         self.stray_reads: list[tuple[int, AttemptId, tuple[int, ...]]] = []
+        #: Reads from peers that are under way, by their number.
+        self.fetches: dict[int, Fetch] = {}
+        self._num_fetches = 0
+        #: By the tests' own locks: (worker, read_id).
+        self.locks: list[tuple[int, int]] = []
         self._inbox: list[list[Command]] = [[] for _ in self.workers]
         #: Frames of each worker that the service side has not seen.
         self._replies: list[list[Reply]] = [[] for _ in self.workers]
@@ -143,21 +173,34 @@ class CoreCluster:
     def submit(self, request: InferenceRequest) -> None:
         self.requests[request.request_id] = Tracked(request=request)
 
-    def place(self, tracked: Tracked, target: int, source: int | None) -> None:
-        """Send a request that waits in the router to its workers, as a new attempt."""
+    def place(
+        self, tracked: Tracked, target: int, source: int | None, *, num_peer_tokens: int = 0
+    ) -> None:
+        """Send a request that waits in the router to its workers, as a new attempt.
+
+        `num_peer_tokens`: what the next worker is believed to hold, told to the one that computes.
+        """
         assert not tracked.is_placed
         assert not tracked.is_over
         tracked.attempt += 1
         tracked.is_placed = True
         tracked.target = target
+        tracked.has_source = source is not None
         request = dataclasses.replace(tracked.request, emitted_token_ids=tuple(tracked.answer))
         attempt_id = AttemptId(request.request_id, tracked.attempt)
         tracked.handoff = None
         if source is not None:
             tracked.handoff = Handoff(attempt_id=attempt_id, source=source, target=target)
-            self._inbox[source].append(Prefill(request=request, attempt=tracked.attempt))
+            self._inbox[source].append(
+                Prefill(request=request, attempt=tracked.attempt, num_peer_tokens=num_peer_tokens)
+            )
         self._inbox[target].append(
-            Decode(request=request, attempt=tracked.attempt, has_source=source is not None)
+            Decode(
+                request=request,
+                attempt=tracked.attempt,
+                has_source=source is not None,
+                num_peer_tokens=num_peer_tokens,
+            )
         )
 
     def abort(self, tracked: Tracked) -> None:
@@ -168,6 +211,7 @@ class CoreCluster:
     def _unplace(self, tracked: Tracked) -> None:
         attempt_id = AttemptId(tracked.request.request_id, tracked.attempt)
         tracked.is_placed = False
+        self._give_up_fetches(attempt_id)
         handoff, tracked.handoff = tracked.handoff, None
         if handoff is not None:
             block_size = self._config.block_size
@@ -193,9 +237,15 @@ class CoreCluster:
         """The service and the router learn what a worker's frames say."""
         replies, self._replies[index] = self._replies[index], []
         for reply in replies:
+            if isinstance(reply, PrefixLocked):
+                self._on_locked(reply)
+                continue
             tracked = self.requests[reply.attempt_id.request_id]
             if reply.attempt_id.attempt == tracked.attempt and tracked.is_placed:
                 self._on_reply(index, tracked, reply)
+            elif isinstance(reply, FetchReserved):
+                # Nothing has been read for it, and nothing will be.
+                self._inbox[index].append(ReadEnded(attempt_id=reply.attempt_id))
         return bool(replies)
 
     def _on_reply(self, index: int, tracked: Tracked, reply: Reply) -> None:
@@ -205,6 +255,11 @@ class CoreCluster:
                 pass
             case Refused() if index == tracked.target:
                 self._unplace(tracked)
+            case FetchReserved():
+                self._begin_fetch(index, reply)
+            case Revoked() if index != tracked.target or not tracked.has_source:
+                # Only its fetch; perhaps its end has been told already.
+                self._give_up_fetches(reply.attempt_id, index)
             case Revoked() | HandedBack():
                 self._unplace(tracked)
             case TokensReady():
@@ -265,6 +320,8 @@ class CoreCluster:
         assert handoff is not None
         assert handoff.is_reserved
         tracked.handoff = None
+        if handoff.first_token is None:
+            self._give_up_fetches(handoff.attempt_id)
         self._inbox[handoff.target].append(
             Arrived(
                 attempt_id=handoff.attempt_id,
@@ -276,6 +333,88 @@ class CoreCluster:
         self._inbox[handoff.source].append(Release(attempt_id=handoff.attempt_id))
         if handoff.first_token is None:
             self._inbox[handoff.source].append(Abort(attempt_id=handoff.attempt_id))
+
+    # -- reading from a peer --
+
+    def _begin_fetch(self, index: int, reserved: FetchReserved) -> None:
+        self._num_fetches += 1
+        peer = (index + 1) % len(self.workers)
+        fetch = Fetch(
+            read_id=self._num_fetches,
+            reader=index,
+            peer=peer,
+            reserved=reserved,
+            num_read=reserved.num_cached_tokens,
+        )
+        self.fetches[fetch.read_id] = fetch
+        self._inbox[peer].append(LockPrefix(read_id=fetch.read_id, hashes=reserved.hashes))
+
+    def _on_locked(self, reply: PrefixLocked) -> None:
+        fetch = self.fetches.get(reply.read_id)
+        # Else the answer comes too late; the end of the stream has been told.
+        if fetch is not None:
+            fetch.peer_blocks = reply.block_ids
+
+    def fetch(self, read_id: int, num_tokens: int | None = None) -> bool:
+        """Read what the peer holds (at most up to `num_tokens`); at its end the fetch is over."""
+        fetch = self.fetches[read_id]
+        if fetch.peer_blocks is None:
+            return False
+        block_size = self._config.block_size
+        end = min(fetch.reserved.num_tokens, len(fetch.peer_blocks) * block_size)
+        if num_tokens is not None:
+            end = min(end, num_tokens)
+        if end <= fetch.num_read:
+            self.end_fetch(read_id)
+            return True
+        source = self.workers[fetch.peer].runner
+        target = self.workers[fetch.reader].runner
+        for position in range(fetch.num_read, end):
+            block, slot = divmod(position, block_size)
+            value = source.pool[fetch.peer_blocks[block], slot]
+            target.pool[fetch.reserved.block_ids[block], slot] = value
+        fetch.num_read = end
+        self._inbox[fetch.reader].append(
+            BlocksFetched(attempt_id=fetch.reserved.attempt_id, num_tokens=end)
+        )
+        return True
+
+    def end_fetch(self, read_id: int) -> None:
+        """The fetch ends with what has been read; both sides are told."""
+        fetch = self.fetches.pop(read_id)
+        self._inbox[fetch.reader].append(
+            FetchEnded(attempt_id=fetch.reserved.attempt_id, num_tokens=fetch.num_read)
+        )
+        self._unlock(fetch.peer, read_id)
+
+    def _give_up_fetches(self, attempt_id: AttemptId, reader: int | None = None) -> None:
+        """Whatever is read from a peer for this attempt is wanted no more."""
+        given_up = [
+            fetch
+            for fetch in self.fetches.values()
+            if fetch.reserved.attempt_id == attempt_id and reader in (None, fetch.reader)
+        ]
+        for fetch in given_up:
+            del self.fetches[fetch.read_id]
+            unread = fetch.unread(self._config.block_size)
+            self.stray_reads.append((fetch.reader, attempt_id, unread))
+            self._unlock(fetch.peer, fetch.read_id)
+
+    def lock(self, index: int, request: InferenceRequest) -> None:
+        """Somebody outside reads what a worker holds of a request's prompt."""
+        self._num_fetches += 1
+        hashes = hash_blocks(
+            tenant_seed(request), request.prompt_token_ids, self._config.block_size
+        )
+        self.locks.append((index, self._num_fetches))
+        self._inbox[index].append(LockPrefix(read_id=self._num_fetches, hashes=tuple(hashes)))
+
+    def unlock(self, place: int) -> None:
+        """One of those readers has gone."""
+        self._unlock(*self.locks.pop(place))
+
+    def _unlock(self, index: int, read_id: int) -> None:
+        self._inbox[index].append(UnlockPrefix(read_id=read_id))
 
     def end_stray_read(self, index: int = 0) -> None:
         """A read that was given up writes garbage for the last time and has ended."""
@@ -320,6 +459,11 @@ class CoreCluster:
                 has_moved |= self.deliver(index)
             for tracked in list(self.requests.values()):
                 has_moved |= self.read(tracked)
+            for read_id in list(self.fetches):
+                has_moved |= self.fetch(read_id)
+            while self.locks:
+                self.unlock(0)
+                has_moved = True
             while self.stray_reads:
                 self.end_stray_read()
                 has_moved = True

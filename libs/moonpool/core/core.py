@@ -10,7 +10,10 @@ Rules
 - Total: a command about an unknown or ended attempt is ignored; so is one for an attempt at or below
   the last that this worker saw of that request in that role.
 - A higher attempt, or Abort, ends the lower ones. What a plan in flight writes, or a read may write,
-  is given back only when the plan's result came, or ReadEnded (Arrived) did.
+  is given back only when the plan's result came, or ReadEnded (Arrived, FetchEnded) did.
+- Whether a peer is read from, and what came of it, changes when a token comes, never which.
+- A reader's lock needs no room and no turn: it is answered with what is here, with nothing when this
+  worker drains.
 - A refusal changes nothing but this: younger reservations may be revoked, so that the request's next
   attempt finds room.
 - Nobody is told twice: whoever sent Abort, Release or a higher attempt is not answered for the lower.
@@ -31,7 +34,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from moonpool.core.attempt_log import AttemptLog
+from moonpool.core import replies
+from moonpool.core.attempts import Attempts
 from moonpool.core.config import CoreConfig
 from moonpool.core.frame_builder import FrameBuilder
 from moonpool.core.plan_builder import build_plan
@@ -41,28 +45,27 @@ from moonpool.core.protocol import (
     Arrived,
     BlockLedger,
     BlocksArrived,
+    BlocksFetched,
     ChunkPlanned,
     ClearCache,
     Command,
     CoreFrame,
     Decode,
     Drain,
+    FetchEnded,
     HandBackReason,
-    HandedBack,
+    LockPrefix,
     Prefill,
-    PrefillDone,
-    PrefillFailed,
-    PrefillStarted,
+    PrefixLocked,
     ReadEnded,
     Refused,
     RefuseReason,
     Release,
-    Reserved,
     Revoked,
-    TokensReady,
+    UnlockPrefix,
 )
 from moonpool.core.step import StepPlan, StepResult
-from moonpool.ids import AttemptId, BlockId, RequestId
+from moonpool.ids import AttemptId, BlockId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_cache import BlockCache
@@ -95,9 +98,7 @@ class Core:
             headroom_tokens=config.headroom_tokens,
             local_prefill_tokens=config.local_prefill_tokens,
         )
-        #: Attempts that have not ended, at most one per role and request.
-        self._attempts: dict[tuple[Role, RequestId], RequestState] = {}
-        self._seen = AttemptLog()
+        self._attempts = Attempts()
         self._is_draining = False
         #: Number of the last plan.
         self._step = 0
@@ -118,12 +119,20 @@ class Core:
                 self._on_blocks_arrived(command)
             case Arrived():
                 self._on_arrived(command)
+            case BlocksFetched():
+                self._on_blocks_fetched(command)
+            case FetchEnded():
+                self._on_fetch_ended(command)
             case ReadEnded():
                 self._scheduler.end_read(command.attempt_id)
             case Release():
                 self._on_release(command)
             case Abort():
                 self._on_abort(command, now)
+            case LockPrefix():
+                self._on_lock_prefix(command)
+            case UnlockPrefix():
+                self._scheduler.prefix_locks.unlock(command.read_id)
             case Drain():
                 self._on_drain(command)
             case ClearCache():
@@ -136,7 +145,7 @@ class Core:
         Requires that the result of the plan before has come (one plan in flight).
         """
         assert not self._rows_in_flight, f"the result of step {self._step} is due"
-        self._seen.forget_old(now)
+        self._attempts.forget_old(now)
         out = self._scheduler.schedule()
         self._report(out)
         plan: StepPlan | None = None
@@ -195,6 +204,7 @@ class Core:
             num_reserved=scheduler.reservations.num_reserved,
             num_prefills=scheduler.num_prefills,
             num_quarantined=scheduler.reservations.num_quarantined,
+            num_prefix_locks=len(scheduler.prefix_locks),
         )
 
     # -- commands --
@@ -203,8 +213,7 @@ class Core:
         if self._is_new(Role.PREFILL, command.attempt_id, now):
             reason = self._refusal(Role.PREFILL, command.request)
             if reason is None:
-                state = self._make_state(command.request, command.attempt, Role.PREFILL)
-                reason = self._enqueue(state)
+                reason = self._enqueue(self._make_state(command, Role.PREFILL))
             if reason is not None:
                 self._frame.tell(Refused(attempt_id=command.attempt_id, reason=reason))
 
@@ -212,9 +221,7 @@ class Core:
         if self._is_new(Role.DECODE, command.attempt_id, now):
             reason = self._refusal(Role.DECODE, command.request)
             if reason is None:
-                state = self._make_state(
-                    command.request, command.attempt, Role.DECODE, has_source=command.has_source
-                )
+                state = self._make_state(command, Role.DECODE, has_source=command.has_source)
                 reason = self._reserve(state) if command.has_source else self._enqueue(state)
                 self._on_revoked(self._scheduler.revoke_for_slot(state.order))
             if reason is not None:
@@ -251,38 +258,58 @@ class Core:
         if command.first_token is not None:
             self._append(state, (command.first_token,), command.finish_reason)
 
+    def _on_blocks_fetched(self, command: BlocksFetched) -> None:
+        state = self._find_fetching(command.attempt_id)
+        if state is not None:
+            self._scheduler.note_fetched(state, command.num_tokens)
+
+    def _on_fetch_ended(self, command: FetchEnded) -> None:
+        state = self._find_fetching(command.attempt_id)
+        if state is None:
+            # Revoked while it ended: this says as well that the reads have ended.
+            self._scheduler.end_read(command.attempt_id)
+            return
+        self._scheduler.note_fetched(state, command.num_tokens)
+        self._scheduler.end_fetch(state)
+        self._tell_started(state)
+
+    def _on_lock_prefix(self, command: LockPrefix) -> None:
+        hashes = () if self._is_draining else command.hashes
+        block_ids = self._scheduler.prefix_locks.lock(command.read_id, hashes)
+        if block_ids is not None:
+            self._frame.tell(PrefixLocked(read_id=command.read_id, block_ids=block_ids))
+
     def _on_release(self, command: Release) -> None:
-        state = self._find(Role.PREFILL, command.attempt_id)
+        state = self._attempts.find(Role.PREFILL, command.attempt_id)
         if state is not None:
             self._end(state)
 
     def _on_abort(self, command: Abort, now: float) -> None:
         for role in Role:
-            self._seen.note(role, command.attempt_id, now)
+            self._attempts.note_ended(role, command.attempt_id, now)
             self._end_at_or_below(role, command.attempt_id)
 
     def _on_drain(self, command: Drain) -> None:
         self._is_draining = True
         if not command.hand_back:
             return
-        for state in list(self._attempts.values()):
+        for state in self._attempts:
             if state.status is RequestStatus.HELD:
                 continue
-            if state.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-                self._scheduler.end(state)
-                self._on_revoked((state,))
+            is_read_into = state.status is RequestStatus.WAITING_FOR_REMOTE_KV
+            self._scheduler.end(state)
+            if is_read_into:
+                self._frame.tell(Revoked(attempt_id=state.attempt_id))
+            if state.has_source and is_read_into:
+                self._attempts.remove(state)
             else:
-                self._scheduler.end(state)
                 self._hand_back(state, HandBackReason.DRAINING)
 
     # -- taking an attempt --
 
     def _is_new(self, role: Role, attempt_id: AttemptId, now: float) -> bool:
         """Whether to look at a new attempt; it ends the lower ones of its request in its role."""
-        live = self._attempts.get((role, attempt_id.request_id))
-        if live is not None and live.attempt_id.attempt >= attempt_id.attempt:
-            return False
-        if not self._seen.note(role, attempt_id, now):
+        if not self._attempts.note(role, attempt_id, now):
             return False
         self._end_at_or_below(role, attempt_id)
         return True
@@ -307,17 +334,18 @@ class Core:
         return None
 
     def _make_state(
-        self, request: InferenceRequest, attempt: int, role: Role, *, has_source: bool = False
+        self, command: Prefill | Decode, role: Role, *, has_source: bool = False
     ) -> RequestState:
         return RequestState.create(
-            request,
-            attempt,
+            command.request,
+            command.attempt,
             role=role,
             has_source=has_source,
+            num_peer_tokens=command.num_peer_tokens,
             block_size=self._config.block_size,
             max_model_len=self._config.max_model_len,
             eos_token_ids=self._config.eos_token_ids,
-            seed=self._namespace_seed(request),
+            seed=self._namespace_seed(command.request),
         )
 
     def _enqueue(self, state: RequestState) -> RefuseReason | None:
@@ -325,13 +353,13 @@ class Core:
         limit = self._config.max_queued_steps * self._config.max_num_batched_tokens
         # An idle worker takes a prompt of any length.
         if num_queued_tokens:
-            num_queued_tokens += self._scheduler.num_uncached_tokens(state)
+            num_queued_tokens += self._scheduler.num_tokens_to_compute(state)
             if num_queued_tokens > limit:
                 return RefuseReason.QUEUE_FULL
         if not self._scheduler.has_room_in_time(state):
             return RefuseReason.NO_BLOCKS
         self._scheduler.enqueue(state)
-        self._register(state)
+        self._attempts.add(state)
         self._frame.tell(Accepted(attempt_id=state.attempt_id))
         return None
 
@@ -342,14 +370,8 @@ class Core:
             self._on_revoked(self._scheduler.revoke_for(state))
             if not self._scheduler.reserve(state):
                 return RefuseReason.NO_BLOCKS
-        self._register(state)
-        self._frame.tell(
-            Reserved(
-                attempt_id=state.attempt_id,
-                num_cached_tokens=state.num_computed_tokens,
-                block_ids=tuple(state.block_ids),
-            )
-        )
+        self._attempts.add(state)
+        self._frame.tell(replies.reserved(state))
         return None
 
     def _num_usable_tokens(self, state: RequestState, command: Arrived) -> int:
@@ -370,15 +392,10 @@ class Core:
         self._frame.on_preempted(len(out.preempted))
         for state in out.handed_back:
             self._hand_back(state, HandBackReason.PREEMPTED)
+        for state in out.fetching:
+            self._frame.tell(replies.fetch_reserved(state))
         for state in out.started:
-            if state.role is Role.PREFILL:
-                self._frame.tell(
-                    PrefillStarted(
-                        attempt_id=state.attempt_id,
-                        num_cached_tokens=state.num_cached_tokens,
-                        block_ids=tuple(state.block_ids),
-                    )
-                )
+            self._tell_started(state)
         for row in out.rows:
             if row.state.role is Role.PREFILL:
                 self._frame.tell(
@@ -400,14 +417,7 @@ class Core:
             return
         finish_reason = state.append_token(drawn[0])
         self._scheduler.hold(state)
-        self._frame.tell(
-            PrefillDone(
-                attempt_id=state.attempt_id,
-                num_cached_tokens=state.num_cached_tokens,
-                first_token=drawn[0],
-                finish_reason=finish_reason,
-            )
-        )
+        self._frame.tell(replies.prefill_done(state, drawn[0], finish_reason))
 
     def _append(
         self, state: RequestState, token_ids: Iterable[int], finish_reason: FinishReason | None
@@ -431,9 +441,7 @@ class Core:
         self._scheduler.forget_chain(state)
         if state.role is Role.PREFILL:
             self._end(state)
-            self._frame.tell(
-                PrefillFailed(attempt_id=state.attempt_id, reason=FinishReason.INVALID_OUTPUT)
-            )
+            self._frame.tell(replies.given_back(state, FinishReason.INVALID_OUTPUT))
         else:
             first_position = state.num_tokens - state.num_prompt_tokens
             self._report_tokens(state, first_position, (), FinishReason.INVALID_OUTPUT)
@@ -448,53 +456,49 @@ class Core:
         run = TokenRun(
             first_position=first_position, token_ids=token_ids, finish_reason=finish_reason
         )
-        num_cached_tokens = None if state.is_cached_reported else state.num_cached_tokens
+        self._frame.tell(replies.tokens_ready(state, run))
         state.is_cached_reported = True
-        self._frame.tell(
-            TokensReady(attempt_id=state.attempt_id, run=run, num_cached_tokens=num_cached_tokens)
-        )
         if finish_reason is not None:
             self._end(state)
 
     # -- attempts --
 
-    def _register(self, state: RequestState) -> None:
-        self._attempts[state.role, state.attempt_id.request_id] = state
-
-    def _forget(self, state: RequestState) -> None:
-        del self._attempts[state.role, state.attempt_id.request_id]
-
-    def _find(self, role: Role, attempt_id: AttemptId) -> RequestState | None:
-        state = self._attempts.get((role, attempt_id.request_id))
-        return state if state is not None and state.attempt_id == attempt_id else None
+    def _tell_started(self, state: RequestState) -> None:
+        """`state` runs from here: whoever reads from a prefill may read what it found."""
+        if state.role is Role.PREFILL:
+            self._frame.tell(replies.prefill_started(state))
 
     def _find_reserved(self, attempt_id: AttemptId) -> RequestState | None:
-        state = self._find(Role.DECODE, attempt_id)
-        if state is not None and state.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-            return state
-        return None
+        """A live decode that reads from its source."""
+        state = self._attempts.find(Role.DECODE, attempt_id)
+        if state is None or state.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
+            return None
+        return state if state.has_source else None
+
+    def _find_fetching(self, attempt_id: AttemptId) -> RequestState | None:
+        """A live attempt, in either role, that reads from a peer."""
+        states = (self._attempts.find(role, attempt_id) for role in Role)
+        return next((state for state in states if state is not None and state.is_fetching), None)
 
     def _end(self, state: RequestState) -> None:
-        self._forget(state)
+        self._attempts.remove(state)
         self._scheduler.end(state)
 
     def _end_at_or_below(self, role: Role, attempt_id: AttemptId) -> None:
-        state = self._attempts.get((role, attempt_id.request_id))
-        if state is not None and state.attempt_id.attempt <= attempt_id.attempt:
+        state = self._attempts.find_up_to(role, attempt_id)
+        if state is not None:
             self._end(state)
 
     def _hand_back(self, state: RequestState, reason: HandBackReason) -> None:
         """`state` has ended here without an answer: its request goes back to the router."""
-        self._forget(state)
-        if state.role is Role.PREFILL:
-            self._frame.tell(PrefillFailed(attempt_id=state.attempt_id, reason=reason))
-        else:
-            self._frame.tell(HandedBack(attempt_id=state.attempt_id, reason=reason))
+        self._attempts.remove(state)
+        self._frame.tell(replies.given_back(state, reason))
 
     def _on_revoked(self, states: Iterable[RequestState]) -> None:
-        """These reservations were taken back; their blocks stay until ReadEnded."""
+        """Their blocks were taken back, and stay until ReadEnded. A fetch's attempt goes on."""
         for state in states:
-            self._forget(state)
+            if state.has_source:
+                self._attempts.remove(state)
             self._frame.tell(Revoked(attempt_id=state.attempt_id))
 
     # -- copying and checking --
@@ -504,8 +508,7 @@ class Core:
         other = Core(self._config, self._namespace_seed)
         other._cache = copy.deepcopy(self._cache)
         other._scheduler, copies = self._scheduler.fork(other._cache)
-        other._attempts = {key: copies[state] for key, state in self._attempts.items()}
-        other._seen = self._seen.fork()
+        other._attempts = self._attempts.fork(copies)
         other._is_draining = self._is_draining
         other._step = self._step
         other._rows_in_flight = [
@@ -522,16 +525,16 @@ class Core:
         """
         states = sorted(self._scheduler.states(), key=lambda state: (state.role, state.attempt_id))
         names: dict[BlockId, int] = {}
-        for state in states:
-            for block_id in state.block_ids:
-                names.setdefault(block_id, len(names))
+
+        def name(block_id: BlockId) -> int:
+            return names.setdefault(block_id, len(names))
+
         return (
-            tuple(
-                state.key(tuple(names[block_id] for block_id in state.block_ids))
-                for state in states
-            ),
+            tuple(state.key(tuple(map(name, state.block_ids))) for state in states),
+            self._scheduler.reservations.key(name),
+            self._scheduler.prefix_locks.key(name),
             tuple((value, names.get(block_id, -1)) for value, block_id in self._cache.contents()),
-            self._seen.key(),
+            self._attempts.key(),
             self._is_draining,
             tuple((row.state.attempt_id, row.state.role, row.end) for row in self._rows_in_flight),
             self._frame.replies,
@@ -541,14 +544,10 @@ class Core:
         """Raise AssertionError if any invariant is broken. O(blocks + tokens)."""
         self._cache.validate()
         self._scheduler.validate()
-        live = {
-            state
-            for state in self._scheduler.states()
-            if state.status not in (RequestStatus.QUARANTINED, RequestStatus.FINISHED)
-        }
-        assert live == set(self._attempts.values()), (live, self._attempts)
-        for (role, request_id), state in self._attempts.items():
-            assert (state.role, state.attempt_id.request_id) == (role, request_id), state
+        self._attempts.validate()
+        states = self._scheduler.states()
+        live = {state for state in states if state.status is not RequestStatus.FINISHED}
+        assert live == set(self._attempts), (live, tuple(self._attempts))
         in_flight = Counter(row.state for row in self._rows_in_flight)
         assert all(state.num_in_flight == in_flight[state] for state in live), in_flight
         ledger = self.ledger()

@@ -29,9 +29,12 @@ class SchedulerOutput:
     rows: list[ScheduledRow] = field(default_factory=list)
     #: Left the queue in this step: they hold their blocks.
     started: list[RequestState] = field(default_factory=list)
+    #: Hold blocks into which the service is to read a prefix from a peer.
+    fetching: list[RequestState] = field(default_factory=list)
     #: Lost their blocks to an older request and wait.
     preempted: list[RequestState] = field(default_factory=list)
     #: Lost their blocks and may not compute so much here: ended.
     handed_back: list[RequestState] = field(default_factory=list)
-    #: Reservations taken back in favour of an older request: quarantined.
+    #: Lost the blocks that they read into to an older request. A fetch's request waits again; a
+    #: decode with a source has ended.
     revoked: list[RequestState] = field(default_factory=list)

@@ -2,9 +2,14 @@
 
     Prefill                 WAITING -> RUNNING -> HELD -> FINISHED
     Decode, no source       WAITING -> RUNNING -> FINISHED
+    either, with a peer     WAITING -> WAITING_FOR_REMOTE_KV -> RUNNING -> as above
+                                   <-/ (revoked: it waits again, and computes what it would have read)
     Decode with a source    WAITING_FOR_REMOTE_KV -> RUNNING -> FINISHED
-                                   \\-> QUARANTINED (revoked or aborted: reads may be outstanding)
+                                   \\-> FINISHED (revoked)
     a running decode        RUNNING -> PREEMPTED -> RUNNING
+
+Any of them may be aborted. Blocks that a read may still write into outlive their attempt: see
+sched/reservations.py.
 
 Whatever is known of the sequence stands in `token_ids`: prompt, emitted by earlier attempts, drawn
 here. Work is always "compute KV for [num_computed_tokens, num_tokens)"; whether that is a prompt, a
@@ -48,7 +53,7 @@ class RequestStatus(enum.StrEnum):
 
     #: In the queue, holds no block.
     WAITING = "waiting"
-    #: Holds blocks that are being read into: a reservation.
+    #: Holds blocks that are being read into: a reservation, or a fetch.
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
     #: Holds blocks for everything known; takes part in steps.
     RUNNING = "running"
@@ -56,8 +61,6 @@ class RequestStatus(enum.StrEnum):
     PREEMPTED = "preempted"
     #: A prefill that drew its token: its blocks are locked for its reader.
     HELD = "held"
-    #: A reservation that ended while reads may be outstanding: its blocks are nobody's yet.
-    QUARANTINED = "quarantined"
     FINISHED = "finished"
 
 
@@ -102,6 +105,15 @@ class RequestState:
     #: `num_cached_tokens` has gone out with the first tokens.
     is_cached_reported: bool = False
 
+    #: Leading tokens that a peer is believed to hold, in full blocks, short of the last known token;
+    #: 0: no fetch is to be begun. An attempt fetches once at most.
+    num_offered_tokens: int = 0
+    #: The one fetch reads tokens [fetch_start, fetch_end).
+    fetch_start: int = 0
+    fetch_end: int = 0
+    #: KV of [0, n) was found here or has been fetched and verified; never less than `fetch_start`.
+    num_fetched_tokens: int = 0
+
     #: Blocks of positions [0, len * block_size), one reference each.
     block_ids: list[BlockId] = field(default_factory=list)
     #: int32[blocks for max_num_tokens]; the first len(block_ids) equal `block_ids`.
@@ -111,7 +123,8 @@ class RequestState:
     #: The first n blocks are full, final and in the cache (under this id or another).
     num_final_blocks: int = 0
 
-    #: While it waits: uncached tokens and blocks, as they were when it was queued.
+    #: While it waits or fetches: tokens that it will have to compute here, and blocks that it will
+    #: have to itself, as they looked when it was queued.
     num_queued_tokens: int = 0
     num_promised_blocks: int = 0
 
@@ -130,6 +143,7 @@ class RequestState:
         *,
         role: Role,
         has_source: bool,
+        num_peer_tokens: int,
         block_size: int,
         max_model_len: int,
         eos_token_ids: Sequence[int],
@@ -137,7 +151,7 @@ class RequestState:
     ) -> Self:
         """State of a new attempt, with the prompt hashed.
 
-        Requires prompt + emitted to be shorter than prompt + max_tokens and than `max_model_len`.
+        `num_peer_tokens` is what a peer is believed to hold, whatever that may be. Requires prompt + emitted to be shorter than prompt + max_tokens and than `max_model_len`.
         """
         sampling = request.sampling
         known = request.token_ids
@@ -146,6 +160,7 @@ class RequestState:
         assert 0 < len(known) < max_num_tokens, (len(known), max_num_tokens)
         token_ids = np.empty(max_num_tokens, dtype=np.int32)
         token_ids[: len(known)] = known
+        num_offered_tokens = 0 if has_source else max(0, min(num_peer_tokens, len(known) - 1))
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops.update(eos_token_ids)
@@ -161,6 +176,7 @@ class RequestState:
             seed=seed,
             token_ids=token_ids,
             num_tokens=len(known),
+            num_offered_tokens=num_offered_tokens - num_offered_tokens % block_size,
             block_table=np.empty(-(-max_num_tokens // block_size), dtype=np.int32),
             block_hashes=hash_blocks(seed, known, block_size),
         )
@@ -189,6 +205,16 @@ class RequestState:
         return self.num_uncomputed_tokens > (self.num_drawn_tokens > 0)
 
     @property
+    def is_fetching(self) -> bool:
+        """It holds blocks into which a prefix is read from a peer."""
+        return self.status is RequestStatus.WAITING_FOR_REMOTE_KV and not self.has_source
+
+    @property
+    def num_peer_tokens(self) -> int:
+        """Of `num_cached_tokens`, how many were read from a peer for this attempt."""
+        return max(0, min(self.num_cached_tokens, self.num_fetched_tokens) - self.fetch_start)
+
+    @property
     def num_needed_blocks(self) -> int:
         """Blocks for everything known."""
         return -(-self.num_tokens // self.block_size)
@@ -211,9 +237,14 @@ class RequestState:
         return max(0, num_blocks - len(self.block_ids))
 
     @property
+    def num_matchable_blocks(self) -> int:
+        """Leading blocks that may be found instead of computed: short of the last known token."""
+        return (self.num_tokens - 1) // self.block_size
+
+    @property
     def prefix_hashes(self) -> list[BlockHash]:
         """What may be matched: all but the last known token, whose logits are wanted."""
-        return self.block_hashes[: (self.num_tokens - 1) // self.block_size]
+        return self.block_hashes[: self.num_matchable_blocks]
 
     def attach(self, block_ids: Sequence[BlockId]) -> None:
         """Append blocks on which the caller took a reference for this request."""
@@ -269,6 +300,10 @@ class RequestState:
             self.num_computed_tokens,
             self.num_cached_tokens,
             self.is_cached_reported,
+            self.num_offered_tokens,
+            self.fetch_start,
+            self.fetch_end,
+            self.num_fetched_tokens,
             block_names,
             self.num_final_blocks,
             self.num_queued_tokens,
@@ -287,3 +322,9 @@ class RequestState:
         assert self.num_final_blocks <= len(self.block_hashes) <= self.num_tokens // size, self
         assert self.block_table[: len(self.block_ids)].tolist() == self.block_ids, self
         assert not self.is_token_in_slot or self.slot >= 0, self
+        assert self.fetch_start <= self.num_fetched_tokens <= self.fetch_end, self
+        assert not self.num_offered_tokens or not self.fetch_end, self
+        for num_tokens in (self.num_offered_tokens, self.fetch_start, self.fetch_end):
+            assert num_tokens % size == 0, self
+            assert num_tokens < self.num_tokens, self
+        assert not self.is_fetching or self.fetch_start < self.fetch_end, self

@@ -8,7 +8,12 @@ Rules
   then from younger running decodes, to older growth; from younger reservations to older prefills and
   reservations; never the other way. So do places in the batch, to older decodes.
 - Nobody waits while holding blocks, and whoever runs holds blocks for all that is known of it. Only
-  growth waits while holding: for reads of ended attempts, which end by themselves.
+  reads that are under way are waited for with blocks in hand: one's own (a reservation, a fetch), and,
+  to grow, those of ended attempts. They end by themselves.
+- A block that one request is about to make is waited for, not made twice: see sched/single_flight.py.
+  Who waits so lets younger ones go ahead, on blocks that it was not promised.
+- A fetch begins when it is its request's turn to take blocks; it needs no row and no tokens of the
+  budget, so it does not wait for them.
 - Acceptance is honest: need + what older queued requests were promised + the growth expected of what
   runs must be available.
 - A chunk ends on a block edge, except at the end of what is known.
@@ -17,9 +22,10 @@ Rules
 
 schedule():
     1. running requests grow, oldest first; who finds no block revokes, preempts, waits or gives way
-    2. decodes take their rows, oldest first
-    3. prefills take chunks of what is left, oldest first, starting queued ones as blocks allow
-    4. rows get slots; a slot is only where the runner keeps a last token, so it may be taken from a
+    2. fetches begin, oldest first, as blocks allow
+    3. decodes take their rows, oldest first
+    4. prefills take chunks of what is left, oldest first, starting queued ones as blocks allow
+    5. rows get slots; a slot is only where the runner keeps a last token, so it may be taken from a
        request that is not in the step
 
 Counts advance here, when planned. Nothing ends here, except by hand-back. When schedule() finds no
@@ -28,16 +34,32 @@ row, none can run until a command comes: it need not be called again before.
 
 from __future__ import annotations
 
+import enum
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
-from moonpool.ids import AttemptId, BlockId
+from moonpool.ids import AttemptId
 from moonpool.kv.block_cache import BlockCache
+from moonpool.sched.outlook import Outlook, Prefix
 from moonpool.sched.output import ScheduledRow, SchedulerOutput
+from moonpool.sched.prefix_locks import PrefixLocks
 from moonpool.sched.request import Order, RequestState, RequestStatus, Role
-from moonpool.sched.reservations import Relief, Reservations
+from moonpool.sched.reservations import Reservations
 from moonpool.sched.slots import Slots
+from moonpool.sched.wait_queue import WaitQueue
+
+
+class _Turn(enum.Enum):
+    """What came of a queued request's turn."""
+
+    STARTED = enum.auto()
+    FETCHES = enum.auto()
+    #: Another request is about to make the block that it lacks.
+    FOLLOWS = enum.auto()
+    NO_BLOCKS = enum.auto()
+    HANDED_BACK = enum.auto()
 
 
 class Scheduler:
@@ -72,8 +94,8 @@ class Scheduler:
         self._headroom_tokens = headroom_tokens
         self._local_prefill_tokens = local_prefill_tokens
         self.reservations = Reservations(cache, headroom_tokens)
-        #: Oldest first. WAITING and PREEMPTED; they hold no block.
-        self._waiting: list[RequestState] = []
+        self.prefix_locks = PrefixLocks(cache)
+        self._waiting = WaitQueue()
         #: Oldest first. RUNNING.
         self._running: list[RequestState] = []
         #: HELD, in order of their last step.
@@ -81,6 +103,16 @@ class Scheduler:
         #: FINISHED while a plan that writes their blocks was under way.
         self._ending: list[RequestState] = []
         self._slots = Slots(max_num_seqs)
+        self._outlook = self._look()
+
+    def _look(self) -> Outlook:
+        return Outlook(
+            cache=self._cache,
+            waiting=self._waiting,
+            running=self._running,
+            reservations=self.reservations,
+            headroom_tokens=self._headroom_tokens,
+        )
 
     # -- what there is --
 
@@ -100,14 +132,18 @@ class Scheduler:
     @property
     def num_decodes(self) -> int:
         """Decode attempts in any state that will, or may, take a row."""
-        num_queued = sum(state.role is Role.DECODE for state in self._waiting)
-        return self.num_running_decodes + num_queued + self.reservations.num_reserved
+        return self.num_running_decodes + self._waiting.num_decodes + self.reservations.num_decodes
 
     @property
     def num_queued_tokens(self) -> int:
-        """Uncached tokens that wait to be computed, running prefills' rest included."""
-        return sum(state.num_queued_tokens for state in self._waiting) + sum(
-            state.num_uncomputed_tokens for state in self._running if state.is_prefilling
+        """Uncached tokens that wait to be computed, running prefills' rest included.
+
+        What a peer or another request here is to bring is left out.
+        """
+        return (
+            self._waiting.num_queued_tokens
+            + sum(state.num_queued_tokens for state in self.reservations.fetching)
+            + sum(state.num_uncomputed_tokens for state in self._running if state.is_prefilling)
         )
 
     @property
@@ -116,31 +152,23 @@ class Scheduler:
 
     # -- taking requests --
 
-    def num_uncached_tokens(self, state: RequestState) -> int:
-        """What would have to be computed if `state` started at once."""
-        match = self._cache.match_prefix(state.prefix_hashes)
-        return state.num_tokens - match.num_blocks * self._block_size
+    def num_tokens_to_compute(self, state: RequestState) -> int:
+        """What `state` would have to compute: not found here, nor about to come in another way."""
+        return self._outlook.num_tokens_to_compute(state)
 
     def has_room_in_time(self, state: RequestState) -> bool:
         """Whether `state` may be queued: room is there, or comes when reads of younger ones end."""
-        prefix = self._match(state)
-        num_short = self._num_short(state, prefix)
-        return num_short <= 0 or self._relief(state, num_short, prefix).is_enough
+        return self._outlook.has_room_in_time(state)
 
     def enqueue(self, state: RequestState) -> None:
         """Queue a new or a preempted request. It holds no block; its need is promised."""
-        assert not state.block_ids, state.attempt_id
-        prefix = self._match(state)
-        num_shared = sum(self._cache.ref_count(block_id) > 0 for block_id in prefix)
-        state.num_queued_tokens = state.num_tokens - len(prefix) * self._block_size
-        # What is cached but unreferenced may be gone by then.
-        state.num_promised_blocks = state.num_needed_blocks - num_shared
-        insort(self._waiting, state, key=_order)
+        self._outlook.note(state, self._outlook.match(state))
+        self._waiting.add(state)
 
     def reserve(self, state: RequestState) -> bool:
         """Lock the own prefix and allocate the rest, at once or not at all."""
-        prefix = self._match(state)
-        if self._num_short(state, prefix) > 0:
+        prefix = self._outlook.match(state)
+        if self._outlook.num_short(state, prefix) > 0:
             return False
         self._take_blocks(state, prefix)
         self.reservations.add(state)
@@ -148,27 +176,27 @@ class Scheduler:
 
     def revoke_for(self, state: RequestState) -> tuple[RequestState, ...]:
         """Take back the younger reservations that keep `state` out, if that makes room for it."""
-        prefix = self._match(state)
-        relief = self._relief(state, self._num_short(state, prefix), prefix)
+        prefix = self._outlook.match(state)
+        relief = self._outlook.relief(state, self._outlook.num_short(state, prefix), prefix)
         if not relief.is_enough:
             return ()
-        for victim in relief.victims:
-            self.reservations.quarantine(victim)
+        self._revoke(relief.victims)
         return relief.victims
 
     def has_slot(self, order: Order) -> bool:
         """Whether a new decode finds a place in the batch, be it a younger reservation's."""
         return self.num_decodes < self._max_num_seqs or any(
-            other.order.is_younger_than(order) for other in self.reservations
+            other.has_source and other.order.is_younger_than(order) for other in self.reservations
         )
 
     def revoke_for_slot(self, order: Order) -> tuple[RequestState, ...]:
         """After a decode was taken: take back the youngest reservation if there is one too many."""
         if self.num_decodes <= self._max_num_seqs:
             return ()
-        victim = max(self.reservations, key=_order)
+        # A fetch that is taken back keeps its place: it is queued.
+        victim = max((other for other in self.reservations if other.has_source), key=_order)
         assert victim.order.is_younger_than(order), (victim.order, order)
-        self.reservations.quarantine(victim)
+        self._revoke((victim,))
         return (victim,)
 
     def admit(self, state: RequestState, num_computed_tokens: int) -> None:
@@ -178,12 +206,27 @@ class Scheduler:
         state.num_cached_tokens = min(num_computed_tokens, state.request.num_tokens)
         self._run(state)
 
+    def note_fetched(self, state: RequestState, num_tokens: int) -> None:
+        """KV of [0, num_tokens) of a fetch lies verified: full blocks may be found."""
+        num_tokens = min(num_tokens, state.fetch_end)
+        state.num_fetched_tokens = max(state.num_fetched_tokens, num_tokens)
+        self.cache_final_blocks(state, state.num_fetched_tokens)
+
+    def end_fetch(self, state: RequestState) -> None:
+        """No read of a fetch is outstanding: it runs, and computes what has not come."""
+        self.reservations.take(state)
+        # No block mixes what was read with what is computed here.
+        state.num_computed_tokens = state.num_final_blocks * self._block_size
+        state.num_cached_tokens = state.num_computed_tokens
+        self._run(state)
+
     # -- one step --
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step. No plan may be under way: blocks are taken from whoever must give way."""
         out = SchedulerOutput()
         stalled = self._grow_running(out)
+        self._begin_fetches(out)
         self._plan_decodes(stalled, out)
         self._plan_prefills(stalled, out)
         self._slots.assign(row.state for row in out.rows)
@@ -221,7 +264,7 @@ class Scheduler:
     # -- ending --
 
     def end(self, state: RequestState) -> None:
-        """The attempt is over, in whatever state; a reservation is quarantined."""
+        """The attempt is over, in whatever state; blocks that are read into are quarantined."""
         match state.status:
             case RequestStatus.WAITING | RequestStatus.PREEMPTED:
                 self._waiting.remove(state)
@@ -232,7 +275,7 @@ class Scheduler:
                 self._running.remove(state)
             case RequestStatus.HELD:
                 self._held.remove(state)
-            case RequestStatus.QUARANTINED | RequestStatus.FINISHED:
+            case RequestStatus.FINISHED:
                 raise AssertionError(f"{state.attempt_id} has ended before")
         state.status = RequestStatus.FINISHED
         self._slots.drop(state)
@@ -247,43 +290,13 @@ class Scheduler:
         state.status = RequestStatus.FINISHED
         self._release(state)
 
-    def end_read(self, attempt_id: AttemptId) -> bool:
-        """The reads of a quarantined attempt are over. False if there is none."""
-        state = self.reservations.end_read(attempt_id)
-        if state is not None:
-            self._release(state)
-        return state is not None
+    def end_read(self, attempt_id: AttemptId) -> None:
+        """The reads of an attempt that gave up its blocks are over. Ignored if there are none."""
+        self._cache.release(self.reservations.end_read(attempt_id))
 
     # -- blocks --
 
-    def _match(self, state: RequestState) -> tuple[BlockId, ...]:
-        return self._cache.match_prefix(state.prefix_hashes).block_ids
-
-    def _num_short(self, state: RequestState, prefix: tuple[BlockId, ...]) -> int:
-        """Blocks that are lacking before `state` may take its own; 0 or less: it may."""
-        num_promised = sum(
-            other.num_promised_blocks for other in self._waiting if other.order < state.order
-        )
-        num_idle = sum(self._cache.ref_count(block_id) == 0 for block_id in prefix)
-        return (
-            state.num_needed_blocks
-            - len(prefix)
-            + num_promised
-            + self._expected_growth()
-            - (self._cache.num_available - num_idle)
-        )
-
-    def _expected_growth(self) -> int:
-        return sum(
-            state.num_growth_blocks(self._headroom_tokens)
-            for states in (self._running, self.reservations)
-            for state in states
-        )
-
-    def _relief(self, state: RequestState, num_short: int, prefix: tuple[BlockId, ...]) -> Relief:
-        return self.reservations.relief(state.order, num_short, keep=prefix, with_headroom=True)
-
-    def _take_blocks(self, state: RequestState, prefix: tuple[BlockId, ...]) -> None:
+    def _take_blocks(self, state: RequestState, prefix: Prefix) -> None:
         self._cache.acquire(prefix)
         state.attach(prefix)
         state.attach(self._cache.allocate(state.num_missing_blocks))
@@ -322,19 +335,23 @@ class Scheduler:
             num_short = state.num_missing_blocks + num_claimed - self._cache.num_available
             if num_short <= 0:
                 return True
-            relief = self.reservations.relief(state.order, num_short)
+            relief = self._outlook.growth_relief(state, num_short)
             if relief.is_enough:
-                self._revoke(relief, out)
+                out.revoked += relief.victims
+                self._revoke(relief.victims)
                 return False
             victim = next(s for s in reversed(self._running) if s.role is Role.DECODE)
             self._preempt(victim, out)
             if victim is state:
                 return False
 
-    def _revoke(self, relief: Relief, out: SchedulerOutput) -> None:
-        for victim in relief.victims:
+    def _revoke(self, victims: Iterable[RequestState]) -> None:
+        """Take blocks back that are read into; a fetch's request waits, to be computed."""
+        for victim in victims:
             self.reservations.quarantine(victim)
-            out.revoked.append(victim)
+            if not victim.has_source:
+                victim.status = RequestStatus.WAITING
+                self.enqueue(victim)
 
     def _preempt(self, state: RequestState, out: SchedulerOutput) -> None:
         """Take all blocks back; full ones stay cached, so that coming back is cheap."""
@@ -344,7 +361,7 @@ class Scheduler:
         self._release(state)
         state.status = RequestStatus.PREEMPTED
         out.preempted.append(state)
-        if self._may_compute(state, self.num_uncached_tokens(state)):
+        if self._may_compute(state, self.num_tokens_to_compute(state)):
             self.enqueue(state)
         else:
             state.status = RequestStatus.FINISHED
@@ -373,27 +390,31 @@ class Scheduler:
         self, decode: RequestState, stalled: list[RequestState], out: SchedulerOutput
     ) -> bool:
         """Whether a prefill older than `decode` can take part in this step; a queued one is started."""
-        for state in self._prefills(stalled):
-            if not state.order < decode.order:
+        for order, state in self._prefills(stalled):
+            if not order < decode.order:
                 return False
-            if state.status is RequestStatus.RUNNING or self._start(state, out):
+            if state.status is RequestStatus.RUNNING:
                 return True
-            if state.status is not RequestStatus.FINISHED:
-                return False
+            match self._start(state, out):
+                case _Turn.STARTED:
+                    return True
+                case _Turn.NO_BLOCKS:
+                    return False
         return False
 
     def _plan_prefills(self, stalled: list[RequestState], out: SchedulerOutput) -> None:
         num_rows_left = self._max_num_seqs - len(out.rows)
         num_tokens_left = self._max_num_batched_tokens - len(out.rows)
         is_blocked = False
-        for state in self._prefills(stalled):
+        for _, state in self._prefills(stalled):
             if not num_rows_left or not num_tokens_left:
                 break
-            is_queued = state.status is not RequestStatus.RUNNING
-            # A queued request never overtakes an older one.
-            if is_queued and (is_blocked or not self._start(state, out)):
-                is_blocked = is_blocked or state.status is not RequestStatus.FINISHED
-                continue
+            if state.status is not RequestStatus.RUNNING:
+                # A queued request never takes blocks before an older one that lacks them.
+                turn = _Turn.NO_BLOCKS if is_blocked else self._start(state, out)
+                is_blocked = turn is _Turn.NO_BLOCKS
+                if turn is not _Turn.STARTED:
+                    continue
             num_scheduled_tokens = self._chunk(state, num_tokens_left)
             if not num_scheduled_tokens:
                 break
@@ -401,37 +422,67 @@ class Scheduler:
             num_rows_left -= 1
             num_tokens_left -= num_scheduled_tokens
 
-    def _prefills(self, stalled: list[RequestState]) -> list[RequestState]:
+    def _prefills(self, stalled: list[RequestState]) -> list[tuple[Order, RequestState]]:
         """Running and queued requests with more than a decode step to compute, oldest first."""
+        inherited = self._outlook.inherited()
         running = [s for s in self._running if s.is_prefilling and s not in stalled]
-        return sorted([*running, *self._waiting], key=_order)
+        pairs = [(inherited.get(state, state.order), state) for state in running]
+        pairs += [(state.order, state) for state in self._waiting]
+        return sorted(pairs, key=itemgetter(0))
 
-    def _start(self, state: RequestState, out: SchedulerOutput) -> bool:
-        """Take a queued request's blocks. If they are lacking it waits, or is handed back: FINISHED."""
-        prefix = self._match(state)
+    def _begin_fetches(self, out: SchedulerOutput) -> None:
+        for state in tuple(self._waiting):
+            if state.num_offered_tokens:
+                prefix = self._outlook.match(state)
+                is_due = self._has_to_fetch(state, prefix) and self._outlook.is_first(state, prefix)
+                if is_due and self._start(state, out) is _Turn.NO_BLOCKS:
+                    return
+
+    def _start(self, state: RequestState, out: SchedulerOutput) -> _Turn:
+        """Take a queued request's blocks if they are there: it runs, or fetches first."""
+        prefix = self._outlook.match(state)
+        if self._outlook.leader(state, prefix) is not None:
+            return _Turn.FOLLOWS
         if not self._may_compute(state, state.num_tokens - len(prefix) * self._block_size):
             self._waiting.remove(state)
             state.status = RequestStatus.FINISHED
             out.handed_back.append(state)
-            return False
-        num_short = self._num_short(state, prefix)
+            return _Turn.HANDED_BACK
+        num_short = self._outlook.num_short(state, prefix)
         if num_short > 0:
-            relief = self._relief(state, num_short, prefix)
+            relief = self._outlook.relief(state, num_short, prefix)
             if relief.is_enough:
-                self._revoke(relief, out)
+                out.revoked += relief.victims
+                self._revoke(relief.victims)
             # Their blocks come when their reads have ended, but their growth is forgone at once.
-            if self._num_short(state, prefix) > 0:
-                return False
+            if self._outlook.num_short(state, prefix) > 0:
+                self._outlook.note(state, prefix)
+                return _Turn.NO_BLOCKS
         self._waiting.remove(state)
         self._take_blocks(state, prefix)
         if state.status is RequestStatus.WAITING:
             state.num_cached_tokens = state.num_computed_tokens
+        if self._has_to_fetch(state, prefix):
+            self._begin_fetch(state)
+            out.fetching.append(state)
+            return _Turn.FETCHES
         out.started.append(state)
         self._run(state)
-        return True
+        return _Turn.STARTED
+
+    def _has_to_fetch(self, state: RequestState, prefix: Prefix) -> bool:
+        return state.num_offered_tokens > len(prefix) * self._block_size
+
+    def _begin_fetch(self, state: RequestState) -> None:
+        state.fetch_start = state.num_fetched_tokens = state.num_computed_tokens
+        state.fetch_end = state.num_offered_tokens
+        state.num_offered_tokens = 0
+        state.num_queued_tokens = state.num_tokens - state.fetch_end
+        self.reservations.add(state)
 
     def _run(self, state: RequestState) -> None:
         state.status = RequestStatus.RUNNING
+        state.num_offered_tokens = 0
         insort(self._running, state, key=_order)
 
     def _chunk(self, state: RequestState, num_tokens_left: int) -> int:
@@ -453,13 +504,12 @@ class Scheduler:
     # -- copying and checking --
 
     def states(self) -> Iterator[RequestState]:
-        """Every attempt that holds blocks or waits for them."""
+        """Every attempt that has not ended, or whose blocks are still written by a plan."""
         yield from self._waiting
         yield from self._running
         yield from self._held
         yield from self._ending
         yield from self.reservations
-        yield from self.reservations.quarantined()
 
     def fork(self, cache: BlockCache) -> tuple[Scheduler, dict[RequestState, RequestState]]:
         """An independent copy over `cache`, and the copy of each state."""
@@ -473,28 +523,30 @@ class Scheduler:
             local_prefill_tokens=self._local_prefill_tokens,
         )
         other.reservations = self.reservations.fork(cache, copies)
-        other._waiting = [copies[state] for state in self._waiting]
+        other.prefix_locks = self.prefix_locks.fork(cache)
+        other._waiting = self._waiting.fork(copies)
         other._running = [copies[state] for state in self._running]
         other._held = [copies[state] for state in self._held]
         other._ending = [copies[state] for state in self._ending]
         other._slots = self._slots.fork(copies)
+        other._outlook = other._look()
         return other, copies
 
     def validate(self) -> None:
         """Raise AssertionError if lists, slots, or the blocks held contradict each other or the cache."""
         self.reservations.validate()
-        for states, statuses in (
-            (self._waiting, {RequestStatus.WAITING, RequestStatus.PREEMPTED}),
-            (self._running, {RequestStatus.RUNNING}),
-            (self._held, {RequestStatus.HELD}),
-            (self._ending, {RequestStatus.FINISHED}),
+        self._waiting.validate()
+        for states, status in (
+            (self._running, RequestStatus.RUNNING),
+            (self._held, RequestStatus.HELD),
+            (self._ending, RequestStatus.FINISHED),
         ):
-            assert all(state.status in statuses for state in states), states
-        assert self._waiting == sorted(self._waiting, key=_order)
+            assert all(state.status is status for state in states), states
         assert self._running == sorted(self._running, key=_order)
-        assert all(not state.block_ids for state in self._waiting), self._waiting
         self._slots.validate(self._running)
-        num_references: Counter[BlockId] = Counter()
+        num_references = Counter(self.prefix_locks.block_ids())
+        for entry in self.reservations.quarantined:
+            num_references.update(entry.block_ids)
         for state in self.states():
             assert state.slot < 0 or state in self._running, state
             state.validate()
