@@ -137,14 +137,14 @@ async def test_reads_that_fail_cost_a_recompute(tmp_path: Path, action: str) -> 
 async def test_a_peer_is_connected_before_it_is_needed(tmp_path: Path) -> None:
     async with fake_workers(tmp_path) as workers:
         prefill, to_prefill = await workers.start("p0", "prefill")
-        decode, _ = await workers.start("d0", "decode")
-        peers = decode.service.shell.peers
-        await eventually(
-            lambda: peers.connected(to_prefill.key) is not None,
-            timeout_s=5.0,
-            what="decode has connected to prefill",
-        )
-        assert prefill.service.shell.peers.connected(decode.service.shell.hello.worker) is None
+        decode, to_decode = await workers.start("d0", "decode")
+        for worker, key in ((decode, to_prefill.key), (prefill, to_decode.key)):
+            peers = worker.service.shell.peers
+            await eventually(
+                lambda peers=peers, key=key: peers.connected(key) is not None,
+                timeout_s=5.0,
+                what="each has connected to the other",
+            )
 
 
 async def test_a_restarted_peer_is_connected_anew(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from moonpool.core.protocol import HandedBack, Refused, TokensReady
 from moonpool.handoff.messages import (
     AbortRequest,
     DecodeRequest,
+    PeerPrefix,
     PrefillRequest,
     RouterMessage,
     SourceRef,
@@ -100,10 +101,24 @@ class RouterClient:
     def send(self, message: RouterMessage) -> None:
         self._outgoing.put_nowait(message)
 
+    def peer(self, num_tokens: int) -> PeerPrefix:
+        """This worker as one that holds so many tokens of a prompt."""
+        assert self.hello is not None
+        return PeerPrefix(
+            key=self.hello.worker, address=self.hello.grpc_address, num_tokens=num_tokens
+        )
+
     def prefill(
-        self, request: InferenceRequest, attempt: int = 1, *, deadline_s: float = 60.0
+        self,
+        request: InferenceRequest,
+        attempt: int = 1,
+        *,
+        peer: PeerPrefix | None = None,
+        deadline_s: float = 60.0,
     ) -> None:
-        self.send(PrefillRequest(request=request, attempt=attempt, deadline_s=deadline_s))
+        self.send(
+            PrefillRequest(request=request, attempt=attempt, peer=peer, deadline_s=deadline_s)
+        )
 
     def decode(
         self,
@@ -111,10 +126,13 @@ class RouterClient:
         attempt: int = 1,
         *,
         source: SourceRef | None = None,
+        peer: PeerPrefix | None = None,
         deadline_s: float = 60.0,
     ) -> None:
         self.send(
-            DecodeRequest(request=request, attempt=attempt, source=source, deadline_s=deadline_s)
+            DecodeRequest(
+                request=request, attempt=attempt, source=source, peer=peer, deadline_s=deadline_s
+            )
         )
 
     def abort(self, request: InferenceRequest, attempt: int = 1) -> None:

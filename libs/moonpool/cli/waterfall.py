@@ -14,6 +14,7 @@ _ORDER = (
     names.SPAN_TOKENIZE,
     names.SPAN_QUEUE,
     names.SPAN_ATTEMPT,
+    names.SPAN_KV_FETCH,
     names.SPAN_PREFILL,
     names.SPAN_KV_TRANSFER,
     names.SPAN_DECODE,

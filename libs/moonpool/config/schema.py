@@ -139,6 +139,9 @@ class WorkerSettings(Section):
     transports: tuple[TransportName, ...] = Field(default=("shm", "grpc"), min_length=1)
     #: Fail instead of falling back to a later transport.
     is_transport_strict: bool = False
+    #: Read prefixes that a peer holds: `auto` when that is believed to be faster than computing them,
+    #: `always` whenever the router names a peer, `never`.
+    kv_peer_reads: Literal["auto", "always", "never"] = "auto"
     #: CPUs of the engine process and of the service process; empty: the supervisor decides.
     engine_cpus: CpuList = ()
     service_cpus: CpuList = ()

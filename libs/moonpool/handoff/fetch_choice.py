@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from moonpool.handoff.config import FetchConfig, FetchMode
 from moonpool.handoff.messages import PeerPrefix
 from moonpool.ids import WorkerKey
-from moonpool.latency.costs import PrefillCost
+from moonpool.latency.costs import PrefillCost, TransferCost
 from moonpool.latency.load_or_recompute import load_or_recompute
 from moonpool.latency.transfer_fit import PRIOR, TransferFit
 
@@ -144,6 +144,10 @@ class FetchChooser:
         if self.prefill_cost is None:
             return None
         return self.prefill_cost.predict(num_tokens - num_cached_tokens, num_cached_tokens)
+
+    def transfer_costs(self) -> tuple[tuple[WorkerKey, TransferCost], ...]:
+        """What reading from each peer is believed to take, in order of their keys."""
+        return tuple((key, self._peers[key].fit.cost) for key in sorted(self._peers))
 
     def passed_over(self, key: WorkerKey) -> None:
         """A hit is computed."""

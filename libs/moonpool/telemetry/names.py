@@ -152,6 +152,20 @@ KV_TRANSFER_BYTES = _counter(
 KV_CHECKSUM_MISMATCH = _counter(
     "moonpool_kv_checksum_mismatch_total", "Blocks whose copy did not match its digest.", "backend"
 )
+KV_FETCHES = _counter(
+    "moonpool_kv_fetches_total",
+    "Prefixes that a peer was believed to hold, by what became of them: recompute (not asked), whole, "
+    "short, absent, slow, damaged, refused, lost, cancelled.",
+    "outcome",
+)
+KV_FETCH = _histogram(
+    "moonpool_kv_fetch_seconds", "Reading a prefix from a peer, from the decision.", _STAGE_S
+)
+KV_FETCH_BLOCKS = _counter(
+    "moonpool_kv_fetch_blocks_total", "Blocks read from peers instead of being computed."
+)
+KV_FETCH_BYTES = _counter("moonpool_kv_fetch_bytes_total", "KV of those blocks.")
+KV_PREFIX_LOCKS = _gauge("moonpool_kv_prefix_locks", "Prefixes that are locked for readers.")
 STEP = _histogram(
     "moonpool_step_seconds",
     "Engine step, by part: forward, logits, sample, other.",
@@ -187,6 +201,7 @@ SPAN_QUEUE = "queue"
 SPAN_ATTEMPT = "attempt"
 SPAN_PREFILL = "prefill"
 SPAN_KV_TRANSFER = "kv.transfer"
+SPAN_KV_FETCH = "kv.fetch"
 SPAN_DECODE = "decode"
 
 EVENT_FIRST_TOKEN = "first_token"

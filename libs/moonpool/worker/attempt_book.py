@@ -18,10 +18,12 @@ from moonpool.core.protocol import (
     Prefill,
     PrefillDone,
     PrefillStarted,
+    PrefixLocked,
     Refused,
     Reserved,
     TokensReady,
 )
+from moonpool.handoff.effects import RecordFetch
 from moonpool.handoff.messages import WorkerMessage
 from moonpool.ids import AttemptId, WorkerKey
 from moonpool.telemetry.spans import SpanContext
@@ -78,6 +80,8 @@ class AttemptBook:
         frame = timed.frame
         now_ns = self._now_ns()
         for reply in frame.replies:
+            if isinstance(reply, PrefixLocked):
+                continue
             record = self._records.get(reply.attempt_id)
             if record is None:
                 continue
@@ -125,6 +129,13 @@ class AttemptBook:
         record = self._records.get(attempt_id)
         if record is not None:
             record.reads.append(read)
+
+    def fetched(self, fetch: RecordFetch) -> None:
+        """Reading the attempt's beginning from a peer has ended."""
+        record = self._records.get(fetch.attempt_id)
+        if record is not None:
+            record.fetched_ns = self._now_ns()
+            record.fetch = fetch
 
     def committed(self, attempt_id: AttemptId, times: CommitTimes) -> None:
         """The source's Commit was received."""
@@ -174,6 +185,9 @@ class AttemptBook:
         parent = SpanContext.parse(record.traceparent)
         if parent is not None:
             make = AttemptSpans(self._worker, record, parent, _outcome(message))
+            if record.fetch is not None:
+                spans.append(make.fetch(record.fetch))
+                record.fetch = None
             if is_prefill_news:
                 spans.append(make.prefill(self._now_ns()))
             if is_ended and record.source:

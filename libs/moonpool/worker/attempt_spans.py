@@ -1,6 +1,7 @@
 """The spans of one attempt on one worker, made of what its record says.
 
 prefill        started -> last layer readable -> layers computed -> first token drawn
+kv.fetch       decided -> pieces verified ... -> ended
 kv.transfer    reserved -> layers verified ... -> Commit received -> admitted
 decode         admitted -> first step -> last token
 """
@@ -11,6 +12,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from moonpool.handoff.effects import RecordFetch
 from moonpool.ids import AttemptId
 from moonpool.inference.output import FinishReason
 from moonpool.telemetry import names
@@ -67,6 +69,9 @@ class AttemptRecord:
     commit_ns: int = 0
     source_times: CommitTimes = CommitTimes()
     reads: list[ReadRecord] = field(default_factory=list)
+    #: Reading its beginning from a peer has ended, and how.
+    fetched_ns: int = 0
+    fetch: RecordFetch | None = None
     admitted_ns: int = 0
     #: The core took it into the running batch, with the token that the source drew.
     joined_ns: int = 0
@@ -105,6 +110,27 @@ class AttemptSpans:
                 SpanEvent(name="chunk", unix_ns=at, attributes={"start": start, "end": end})
                 for at, start, end in record.chunks[:_MAX_EVENTS]
             ),
+        )
+
+    def fetch(self, fetch: RecordFetch) -> Span:
+        record, reads = self._record, self._record.reads
+        return self._span(
+            names.SPAN_KV_FETCH,
+            record.fetched_ns - round(fetch.elapsed_s * 1e9),
+            record.fetched_ns,
+            {
+                "moonpool.source": str(fetch.holder),
+                names.ATTR_BACKEND: record.transport,
+                names.ATTR_BYTES: sum(read.num_bytes for read in reads),
+                names.ATTR_REASON: fetch.outcome.value,
+                "moonpool.num_wanted_blocks": fetch.num_wanted_blocks,
+                "moonpool.num_blocks": fetch.num_blocks,
+                "moonpool.num_reads": len(reads),
+                "moonpool.num_bad_leaves": sum(read.num_bad_leaves for read in reads),
+                "moonpool.predicted_ms": round(fetch.predicted_s * 1e3, 3),
+                "moonpool.recompute_ms": round(fetch.recompute_s * 1e3, 3),
+            },
+            map(_read_event, reads[:_MAX_EVENTS]),
         )
 
     def transfer(self, end_ns: int) -> Span:

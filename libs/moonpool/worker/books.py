@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moonpool.core.protocol import CoreFrame, HandBackReason, RefuseReason
+from moonpool.handoff.effects import FetchOutcome, RecordFetch
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.names import Metric
@@ -20,6 +21,11 @@ WORKER_METRICS: tuple[Metric, ...] = (
     names.KV_TRANSFER,
     names.KV_TRANSFER_BYTES,
     names.KV_CHECKSUM_MISMATCH,
+    names.KV_FETCHES,
+    names.KV_FETCH,
+    names.KV_FETCH_BLOCKS,
+    names.KV_FETCH_BYTES,
+    names.KV_PREFIX_LOCKS,
     names.STEP,
     names.STEP_TOKENS,
     names.WORKER_REQUESTS,
@@ -61,6 +67,16 @@ class WorkerBooks:
         if num_bad_blocks:
             self._metrics.count(names.KV_CHECKSUM_MISMATCH, num_bad_blocks, backend=backend)
 
+    def fetch(self, fetch: RecordFetch, *, block_bytes: int) -> None:
+        """A prefix that a peer was believed to hold has been read, or has not."""
+        metrics = self._metrics
+        metrics.count(names.KV_FETCHES, outcome=fetch.outcome.value)
+        if fetch.outcome is not FetchOutcome.RECOMPUTE:
+            metrics.observe(names.KV_FETCH, fetch.elapsed_s)
+        if fetch.num_blocks:
+            metrics.count(names.KV_FETCH_BLOCKS, fetch.num_blocks)
+            metrics.count(names.KV_FETCH_BYTES, fetch.num_blocks * block_bytes)
+
     def refused(self, reason: RefuseReason) -> None:
         self._metrics.count(names.REFUSED_ATTEMPTS, reason=reason.value)
 
@@ -100,3 +116,4 @@ class WorkerBooks:
         metrics.set(names.QUEUED_TOKENS, num_queued_tokens)
         metrics.set(names.HANDOFFS, report.num_handoffs)
         metrics.set(names.HANDOFF_STREAMS, report.num_open_streams)
+        metrics.set(names.KV_PREFIX_LOCKS, ledger.num_prefix_locks)

@@ -21,9 +21,10 @@ from moonpool.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from moonpool.handoff.messages import Commit, Open, RouterMessage
+from moonpool.handoff.messages import Commit, Open, PrefixOpened, RouterMessage
 from moonpool.wire.handoff import open_from_pb, source_message_to_pb
 from moonpool.wire.kv_events import snapshot_to_pb
+from moonpool.wire.prefix_read import holder_message_to_pb, prefix_open_from_pb
 from moonpool.wire.request import worker_key_from_pb
 from moonpool.wire.session import (
     Ping,
@@ -110,6 +111,31 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
                 finally:
                     # A reader that has all it needs may cancel before this call goes on.
                     shell.failpoints.hit("prefill.after_commit")
+
+    async def ReadPrefix(  # noqa: N802 - the method's name in the schema
+        self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        shell = self._opened()
+        opened = prefix_open_from_pb(await _first(request_iterator, "a PrefixOpen"))
+        async with contextlib.aclosing(
+            shell.prefix_streams.serve(
+                opened, requests=request_iterator, tasks=shell.tasks, handle=shell.handle
+            )
+        ) as messages:
+            async for message in messages:
+                if not isinstance(message, PrefixOpened):
+                    yield holder_message_to_pb(message)
+                    continue
+                fault, _, argument = (shell.failpoints.hit("hold.before_opened") or "").partition(
+                    ":"
+                )
+                if fault == "delay":
+                    await asyncio.sleep(int(argument) / 1_000)
+                try:
+                    yield holder_message_to_pb(message)
+                finally:
+                    # A reader that has all it needs may cancel before this call goes on.
+                    shell.failpoints.hit("hold.after_opened")
 
     async def Describe(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         return worker_hello_to_pb(self._opened().hello)

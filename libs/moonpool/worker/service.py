@@ -220,10 +220,14 @@ class WorkerService:
             handoffs=WorkerHandoffs(
                 key=key,
                 namespace=handoff_fingerprint(hello.namespace, secret.value),
+                secret_fingerprint=secret.fingerprint,
                 config=HandoffConfig(
                     num_layers=layout.num_layers,
                     block_size=layout.block_size,
                     layers_per_group=config.worker.layers_per_group,
+                ),
+                fetch=FetchConfig(
+                    mode=FetchMode(config.worker.kv_peer_reads), block_bytes=layout.block_bytes
                 ),
             ),
             send_command=lambda command: engines[0].send(command),
@@ -266,9 +270,8 @@ class WorkerService:
         )
         life.spawn(announcer.run(), name="announcer")
         life.spawn(shell.kv.run(bus, announcer.subjects), name="kv-events")
-        if hello.role.can_decode:
-            scout = PeerScout(bus=bus, subjects=announcer.subjects, peers=peers, own=key)
-            life.spawn(scout.run(), name="scout")
+        scout = PeerScout(bus=bus, subjects=announcer.subjects, peers=peers, own=key)
+        life.spawn(scout.run(), name="scout")
         return {"grpc_address": address, "incarnation": key.incarnation, **metrics_fact}
 
     async def announce_drain(self) -> None:

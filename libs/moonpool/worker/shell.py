@@ -1,13 +1,13 @@
 """WorkerShell: a worker's service process between its engine, its routers and its peers.
 
-                     routers (Session)          readers (Handoff)
+                     routers (Session)          readers (Handoff, ReadPrefix)
                           |  ^                      |  ^
     RouterSessions -------+  |     HandoffStreams --+  |         Everything here runs on one loop and
-          |                  |          |              |         meets in the handoff machines: events
+          |                  |     PrefixStreams       |         meets in the handoff machines: events
           v   events         |          v              |         in, effects out (HandoffDriver).
-    +-----------------------------------------------------+
-    |      HandoffDriver: WorkerHandoffs (both roles)      |
-    +-----------------------------------------------------+
+    +-------------------------------------------------------+
+    | HandoffDriver: WorkerHandoffs (roles, fetches, holds) |
+    +-------------------------------------------------------+
        |         ^        ^            |             |
        v commands|frames  |LayersDone  v OpenStream  v StartRead
     EngineChannel     LayerBell     SourceStreams  KvReads ------ PeerDirectory -> transports
@@ -42,13 +42,17 @@ from moonpool.core.protocol import (
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.effects import (
     CloseStream,
+    EndPrefixStream,
     EndStream,
     HandoffEffect,
     OpenStream,
+    RecordFetch,
     SendCommand,
+    SendOnPrefixStream,
     SendOnStream,
     SendToRouter,
     StartRead,
+    StopReads,
 )
 from moonpool.handoff.events import (
     CoreFrameReceived,
@@ -57,7 +61,7 @@ from moonpool.handoff.events import (
     ReadDone,
     RouterMessageReceived,
 )
-from moonpool.handoff.messages import DecodeRequest
+from moonpool.handoff.messages import DecodeRequest, Open
 from moonpool.handoff.room_check import RoomCheck
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.inference.request import InferenceRequest
@@ -75,6 +79,7 @@ from moonpool.worker.kv_reads import KvReads
 from moonpool.worker.layer_bell import LayerBell
 from moonpool.worker.load import Load
 from moonpool.worker.peers import PeerDirectory
+from moonpool.worker.prefix_streams import PrefixStreams
 from moonpool.worker.router_sessions import RouterSessions
 from moonpool.worker.source_streams import SourceStreams
 from moonpool.worker.step_log import StepLog
@@ -155,6 +160,8 @@ class WorkerShell:
             first_layer=first_layer,
             page_step=self._bell.begun_step,
         )
+        self.prefix_streams = PrefixStreams(leaf_digests=memory.leaf_digests)
+        self._block_bytes = memory.layout.block_bytes
         self._sources = SourceStreams(
             peers=peers, book=self._book, rpc_key=rpc_key, handle=self._driver.handle
         )
@@ -211,12 +218,11 @@ class WorkerShell:
 
     def ledger_report(self) -> LedgerReport:
         """Everything that is held, in both processes."""
-        handoffs = self._handoffs
         return LedgerReport(
             worker=self.hello.worker,
             ledger=self._ledger,
-            num_handoffs=handoffs.prefill.num_handoffs + handoffs.decode.num_handoffs,
-            num_open_streams=len(self.streams) + len(self._sources),
+            num_handoffs=self._handoffs.num_entries,
+            num_open_streams=len(self.streams) + len(self.prefix_streams) + len(self._sources),
             num_reads=self._reads.num_open,
             num_router_sessions=len(self.sessions),
         )
@@ -289,7 +295,10 @@ class WorkerShell:
     # -- from the transports --
 
     def _on_read_done(self, event: ReadDone) -> None:
-        self._failpoints.hit("decode.after_read", event.read_id.number + 1)
+        if self._handoffs.fetches.is_reading(event.read_id.attempt_id):
+            self._failpoints.hit("fetch.after_read", event.read_id.number + 1)
+        else:
+            self._failpoints.hit("decode.after_read", event.read_id.number + 1)
         self._driver.handle(event)
 
     # -- effects --
@@ -308,13 +317,40 @@ class WorkerShell:
                 self.streams.send(stream_id, message)
             case EndStream(stream_id=stream_id):
                 self.streams.end(stream_id)
-            case OpenStream():
-                self._failpoints.hit("decode.after_reserve")
+            case OpenStream(open=open_):
+                if isinstance(open_, Open):
+                    self._failpoints.hit("decode.after_reserve")
+                else:
+                    self._failpoints.hit("fetch.before_open")
                 self._sources.open(effect, self.tasks)
             case CloseStream(attempt_id=attempt_id):
                 self._sources.close(attempt_id)
             case StartRead():
                 self._reads.start(effect, self.tasks)
+            case StopReads(attempt_id=attempt_id):
+                self._reads.stop(attempt_id)
+            case SendOnPrefixStream(stream_id=stream_id, message=holder_message):
+                self.prefix_streams.send(stream_id, holder_message)
+            case EndPrefixStream(stream_id=stream_id):
+                self.prefix_streams.end(stream_id)
+            case RecordFetch():
+                self._record_fetch(effect)
+
+    def _record_fetch(self, fetch: RecordFetch) -> None:
+        self._book.fetched(fetch)
+        self._books.fetch(fetch, block_bytes=self._block_bytes)
+        log.info(
+            "kv.fetched",
+            attempt=str(fetch.attempt_id),
+            source=str(fetch.holder),
+            outcome=fetch.outcome.value,
+            num_wanted_blocks=fetch.num_wanted_blocks,
+            num_blocks=fetch.num_blocks,
+            elapsed_ms=round(fetch.elapsed_s * 1e3, 1),
+            predicted_ms=round(fetch.predicted_s * 1e3, 1),
+            recompute_ms=round(fetch.recompute_s * 1e3, 1),
+            message=fetch.message,
+        )
 
     def _command(self, command: Command) -> None:
         if isinstance(command, Prefill | Decode):
