@@ -27,7 +27,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _NUM_PER_STRATUM = 5
 _MAX_STRATA = 48
-_NUM_REWEIGHTINGS = 4
+_NUM_REWEIGHTINGS = 3
 #: Relative errors below this are all alike.
 _SMALL_ERROR = 0.01
 
@@ -97,7 +97,7 @@ def _solve(matrix: FloatArray, target: FloatArray) -> FloatArray:
     for num_free in range(size, 0, -1):
         for support in itertools.combinations(range(size), num_free):
             index = list(support)
-            part = np.linalg.solve(matrix[np.ix_(index, index)], target[index])
+            part = np.linalg.solve(matrix[np.ix_(index, index)], target[index]).astype(np.float64)
             if (part < 0.0).any():
                 continue
             if num_free == size:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from moonpool.latency.costs import DecodeCost, PrefillCost
 from moonpool.latency.sample_window import SampleWindow
 
-#: A fit costs some 0.1 to 0.3 ms: every step has one until there are so many, then one in so many.
+#: A fit takes up to a millisecond: one step in so many has one, more often while there are few samples.
 _REFIT_STEPS = 32
 _MIN_SAMPLES = 3
 
@@ -82,9 +82,7 @@ class DecodeFit:
         """A step of `batch` decodes and nothing else took `elapsed_s`."""
         if batch <= 0 or elapsed_s <= 0.0:
             return
-        self._window.add(
-            (batch, num_context_tokens), (1.0, num_context_tokens, batch), elapsed_s
-        )
+        self._window.add((batch, num_context_tokens), (1.0, num_context_tokens, batch), elapsed_s)
         if self._pace.is_due():
             base_s, per_context_token_s, per_request_s = self._window.fit()
             self._cost = DecodeCost(
