@@ -72,6 +72,7 @@ from moonpool.handoff.messages import Commit, Open, RouterKey, StreamId
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.request import InferenceRequest
+from moonpool.routing.config import RoutingConfig
 from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
 from support.explored_core import ExploredCore
@@ -225,9 +226,12 @@ class ProtocolWorld:
             remember_s=-1.0 if config.mutation == "no_tombstone" else 2.0,
         )
         self._dispatch_config = DispatchConfig(
-            disagg=DisaggConfig(
-                threshold_tokens=0, busy_queued_tokens=1_000_000, busy_threshold_tokens=0
+            routing=RoutingConfig(
+                disagg=DisaggConfig(
+                    threshold_tokens=0, busy_queued_tokens=1_000_000, busy_threshold_tokens=0
+                )
             ),
+            num_kept_decisions=0,
             max_attempts=config.max_attempts,
             max_failures=config.max_failures,
             max_deaths=2,

@@ -47,11 +47,14 @@ from moonpool.handoff.messages import (
 from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
+from moonpool.routing.config import RoutingConfig
 from moonpool.routing.disagg_decider import DisaggConfig, DisaggReason
 from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
 from support.requests import make_request
 
-CONFIG = DispatchConfig(disagg=DisaggConfig(threshold_tokens=4, busy_threshold_tokens=4))
+CONFIG = DispatchConfig(
+    routing=RoutingConfig(disagg=DisaggConfig(threshold_tokens=4, busy_threshold_tokens=4))
+)
 IDLE = WorkerLoad(num_total_blocks=100, num_available_blocks=100)
 
 
@@ -305,11 +308,11 @@ def test_the_queue_is_looked_at_only_when_there_may_be_room(r: Router) -> None:
     """A saturated router hears a report from each worker at each step."""
     looks: list[RequestId] = []
 
-    def look(worker: WorkerKey, request: InferenceRequest) -> int:
+    def look(request: InferenceRequest) -> dict[WorkerKey, int]:
         looks.append(request.request_id)
-        return 0
+        return {}
 
-    r.machine = Dispatcher(CONFIG, num_cached_tokens=look)
+    r.machine = Dispatcher(CONFIG, match=look)
     r.join(D)
     r.join(P)
     r.arrive()
@@ -492,10 +495,10 @@ def test_load_spreads_over_workers_between_two_reports() -> None:
     ]
     record = r.placements[-1].placement
     assert record.decode.key == D2
-    assert [candidate.score for candidate in record.decode.candidates] == [1.03, 0.0]
+    assert [record.decode.term(worker, "num_requests") for worker in (D, D2)] == [1, 0]
     assert record.decision.num_uncached_tokens == 10
     assert record.prefill is not None
-    assert [candidate.score for candidate in record.prefill.candidates] == [10.0, 0.0]
+    assert [record.prefill.term(worker, "num_queued_tokens") for worker in (P, P2)] == [10, 0]
 
 
 def test_a_fork_lives_on_its_own(r: Router) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moonpool.routing.disagg_decider import DisaggConfig
+from moonpool.routing.config import RoutingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchConfig:
     """Validated in config/; here only asserted."""
 
-    disagg: DisaggConfig = field(default_factory=DisaggConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     #: Failures that end a request: a decode worker lost, or a source that failed the handoff.
     max_failures: int = 3
     #: A request that was in flight on so many workers that died is taken for the cause.
@@ -25,6 +25,8 @@ class DispatchConfig:
     refused_s: float = 1.0
     #: Requests that wait here for room; one more is refused.
     max_queued_requests: int = 1024
+    #: The placements of so many requests are kept, the newest, for whoever asks why.
+    num_kept_decisions: int = 256
 
     def __post_init__(self) -> None:
         assert self.max_failures >= 1, self

@@ -1,7 +1,7 @@
 """Dispatcher: the router's request machine. It owns every request from arrival to its last token.
 
 Events in (dispatch/events.py), effects out (dispatch/effects.py); `now` is an argument; no IO. What it
-knows of workers stands in dispatch/fleet.py, whom it chooses is decided in routing/.
+knows of workers stands in dispatch/fleet.py, whom it asks is decided in dispatch/placer.py.
 
 Rules
 - Every placement is a new attempt; what comes from another attempt, or from a worker that the attempt
@@ -31,8 +31,8 @@ Life of a request
     any      finish reason, cancel, stop string,         EndRequest, SendAbort            -> ended
              deadline, third failure, second death
 
-What it deliberately does not do: it does not detokenize, does not know prefixes (it asks
-`num_cached_tokens`), does not decide who is alive (dispatch/membership.py), does not admit.
+What it deliberately does not do: it does not detokenize, does not know prefixes and does not choose
+workers (dispatch/placer.py), does not decide who is alive (dispatch/membership.py), does not admit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from __future__ import annotations
 import enum
 import heapq
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import replace
 
 from moonpool.core.protocol import (
@@ -51,6 +50,7 @@ from moonpool.core.protocol import (
     TokensReady,
 )
 from moonpool.dispatch.config import DispatchConfig
+from moonpool.dispatch.decision_log import DecisionLog
 from moonpool.dispatch.effects import (
     DispatchEffect,
     EmitTokens,
@@ -58,8 +58,6 @@ from moonpool.dispatch.effects import (
     Placed,
     Placement,
     SendAbort,
-    SendDecode,
-    SendPrefill,
     Usage,
 )
 from moonpool.dispatch.events import (
@@ -74,6 +72,7 @@ from moonpool.dispatch.events import (
     WorkerMessageReceived,
 )
 from moonpool.dispatch.fleet import Fleet
+from moonpool.dispatch.placer import MatchPrefix, Placer, nothing_cached
 from moonpool.dispatch.request_record import DispatchState, OnWorkers, RequestRecord
 from moonpool.errors import (
     CancelledByClientError,
@@ -86,21 +85,10 @@ from moonpool.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillRequest, SourceRef
+from moonpool.handoff.messages import AbortRequest
 from moonpool.ids import RequestId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
-from moonpool.inference.request import Age, InferenceRequest
-from moonpool.routing.disagg_decider import decide
-from moonpool.routing.selector import select_decode, select_prefill
-
-#: How many leading tokens of prompt + emitted a worker is believed to have cached.
-CachedTokens = Callable[[WorkerKey, InferenceRequest], int]
-
-
-def nothing_cached(key: WorkerKey, request: InferenceRequest) -> int:
-    """The belief of a router without a prefix index."""
-    return 0
-
+from moonpool.inference.request import Age
 
 #: So many requests that wait for a prefill worker may be passed by those that need none.
 _MAX_PASSED = 32
@@ -119,20 +107,20 @@ class Dispatcher:
     """See the file's head.
 
     Args:
-        num_cached_tokens: What the prefix index believes; asked for the chosen decode worker.
+        match: What the prefix index believes; asked once per look at a request.
     """
 
-    def __init__(
-        self, config: DispatchConfig, *, num_cached_tokens: CachedTokens = nothing_cached
-    ) -> None:
+    def __init__(self, config: DispatchConfig, *, match: MatchPrefix = nothing_cached) -> None:
         self._config = config
-        self._num_cached_tokens = num_cached_tokens
+        self._match = match
         self._requests: dict[RequestId, RequestRecord] = {}
         #: The QUEUED ones, the oldest first.
         self._queue: list[Age] = []
         #: Heap of deadlines; entries of ended requests are skipped, and swept when they are many.
         self._deadlines: list[tuple[float, RequestId]] = []
         self._fleet = Fleet(config)
+        self._placer = Placer(config.routing, self._fleet, match)
+        self._decisions = DecisionLog(config.num_kept_decisions)
         self._is_draining = False
         #: Set by what may make room, or leave nobody to wait for, so that the queue is looked at.
         self._may_place = False
@@ -191,13 +179,19 @@ class Dispatcher:
         """Requests that have not ended, queued ones included."""
         return len(self._requests)
 
+    def decisions(self, request_id: RequestId) -> tuple[Placement, ...]:
+        """Why one of the newest requests went where; empty if it is not known, or no longer."""
+        return self._decisions.get(request_id)
+
     def fork(self) -> Dispatcher:
         """An independent copy, for exploration."""
-        fork = Dispatcher(self._config, num_cached_tokens=self._num_cached_tokens)
+        fork = Dispatcher(self._config, match=self._match)
         fork._requests = {key: request.fork() for key, request in self._requests.items()}
         fork._queue = list(self._queue)
         fork._deadlines = list(self._deadlines)
         fork._fleet = self._fleet.fork()
+        fork._placer = self._placer.fork(fork._fleet)
+        fork._decisions = self._decisions.fork()
         fork._is_draining = self._is_draining
         return fork
 
@@ -234,8 +228,7 @@ class Dispatcher:
             decoding.setdefault(placed.decode, set()).add(request_id)
             if request.state is DispatchState.RUNNING or placed.has_prefill_ended:
                 continue
-            if placed.prefill is not None:
-                prefilling.setdefault(placed.prefill, set()).add(request_id)
+            prefilling.setdefault(placed.prefilling, set()).add(request_id)
         self._fleet.validate(decoding, prefilling)
 
     # -- clients --
@@ -437,87 +430,40 @@ class Dispatcher:
         value = request.request
         if request.emitted:
             value = replace(value, emitted_token_ids=tuple(request.emitted))
-        views = self._fleet.views(now)
-        block_size = max((view.info.block_size for view in views), default=1)
-        num_blocks = -(-value.num_tokens // block_size)
-        decode = select_decode(views, num_blocks=num_blocks, unfit=request.unfit)
-        if decode.can_never_fit:
+        decision = self._placer.decide(
+            value,
+            attempt=request.attempt + 1,
+            unfit=request.unfit,
+            lost=request.lost_sources,
+        )
+        if decision.decode.can_never_fit:
             error = InvalidRequestError(
                 f"{value.num_tokens} tokens do not fit on any worker",
                 code="prompt_too_large_for_deployment",
             )
             self._fail(request, error)
             return _Placing.DONE
-        if decode.key is None:
+        if decision.decode.key is None:
             return _Placing.NO_DECODE_ROOM
-        prefill = select_prefill(
-            views, decode=decode.key, unfit=request.unfit, lost=request.lost_sources
-        )
-        least_queued_tokens = next(
-            (
-                int(c.score)
-                for c in prefill.candidates
-                if c.key == prefill.key and c.score is not None
-            ),
-            None,
-        )
-        decision = decide(
-            self._config.disagg,
-            num_tokens=value.num_tokens,
-            num_cached_tokens=min(self._num_cached_tokens(decode.key, value), value.num_tokens - 1),
-            num_prefill_workers=prefill.num_workers,
-            least_queued_tokens=least_queued_tokens,
-        )
-        prefill_key = prefill.key if decision.is_remote else None
-        if decision.is_remote and prefill_key is None:
+        if decision.lacks_prefill_room:
             return _Placing.NO_PREFILL_ROOM
         self._queue.remove(value.age)
+        target = self._placer.begin(request.request_id, decision)
         request.attempt += 1
         request.state = DispatchState.PLACED
-        request.placed = OnWorkers(decode=decode.key, prefill=prefill_key)
-        self._fleet.begin_decode(decode.key, request.request_id, num_blocks)
-        self._effects.append(
-            Placed(
-                placement=Placement(
-                    request_id=request.request_id,
-                    attempt=request.attempt,
-                    decode=decode,
-                    decision=decision,
-                    prefill=prefill if decision.is_remote else None,
-                    previous_outcome=request.outcome,
-                )
-            )
+        request.placed = OnWorkers(decode=target.decode, prefill=target.prefill)
+        placement = Placement(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            record=decision,
+            placed_at=now,
+            previous_outcome=request.outcome,
         )
-        self._send(request, value, decision.num_uncached_tokens, now)
-        return _Placing.DONE
-
-    def _send(
-        self, request: RequestRecord, value: InferenceRequest, num_uncached_tokens: int, now: float
-    ) -> None:
-        placed = request.placed
-        assert placed is not None
+        self._decisions.add(placement)
+        self._effects.append(Placed(placement=placement))
         deadline_s = max(request.deadline_at - now, 0.0)
-        source = None
-        if placed.prefill is not None:
-            info = self._fleet.info(placed.prefill)
-            source = SourceRef(key=info.key, address=info.address)
-            self._fleet.begin_prefill(placed.prefill, request.request_id, num_uncached_tokens)
-            self._effects.append(
-                SendPrefill(
-                    key=placed.prefill,
-                    message=PrefillRequest(
-                        request=value, attempt=request.attempt, deadline_s=deadline_s
-                    ),
-                )
-            )
-        self._effects.append(
-            SendDecode(
-                key=placed.decode,
-                message=DecodeRequest(
-                    request=value, attempt=request.attempt, source=source, deadline_s=deadline_s
-                ),
-            )
-        )
+        self._effects += self._placer.messages(value, target, request.attempt_id, deadline_s)
+        return _Placing.DONE
 
     # -- states --
 
@@ -530,8 +476,7 @@ class Dispatcher:
         if request.state is DispatchState.PLACED:
             assert request.placed is not None
             request.state = DispatchState.RUNNING
-            if request.placed.prefill is not None:
-                self._fleet.end_prefill(request.placed.prefill, request.request_id)
+            self._fleet.end_prefill(request.placed.prefilling, request.request_id)
 
     def _note_ended(self, request: RequestRecord, key: WorkerKey) -> None:
         """This worker ended the attempt itself: it needs no abort."""
@@ -571,10 +516,9 @@ class Dispatcher:
             return
         message = AbortRequest(attempt_id=request.attempt_id)
         self._fleet.end_decode(placed.decode, request.request_id)
-        if placed.prefill is not None:
-            self._fleet.end_prefill(placed.prefill, request.request_id)
-            if not placed.has_prefill_ended:
-                self._effects.append(SendAbort(key=placed.prefill, message=message))
+        self._fleet.end_prefill(placed.prefilling, request.request_id)
+        if placed.prefill is not None and not placed.has_prefill_ended:
+            self._effects.append(SendAbort(key=placed.prefill, message=message))
         if not placed.has_decode_ended:
             self._effects.append(SendAbort(key=placed.decode, message=message))
 

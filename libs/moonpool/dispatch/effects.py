@@ -9,7 +9,8 @@ from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillReques
 from moonpool.ids import RequestId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.routing.disagg_decider import DisaggDecision
-from moonpool.routing.selector import Selection
+from moonpool.routing.selection import Selection
+from moonpool.routing.selector import PlacementDecision, PrefillPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +75,33 @@ class Placement:
 
     request_id: RequestId
     attempt: int
-    decode: Selection
-    decision: DisaggDecision
-    prefill: Selection | None
+    #: It found room.
+    record: PlacementDecision
+    #: When, by the dispatcher's clock.
+    placed_at: float
     #: Why the attempt before this one ended; empty for the first.
     previous_outcome: str = ""
+
+    @property
+    def decode(self) -> Selection:
+        return self.record.decode
+
+    @property
+    def prefill(self) -> Selection | None:
+        """None if it is prefilled where it is decoded."""
+        return self.record.prefill
+
+    @property
+    def decision(self) -> DisaggDecision:
+        """Local or remote prefill."""
+        assert self.record.disagg is not None, self
+        return self.record.disagg
+
+    @property
+    def plan(self) -> PrefillPlan:
+        """What the worker that prefills is expected to do."""
+        assert self.record.plan is not None, self
+        return self.record.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

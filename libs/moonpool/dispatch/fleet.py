@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from moonpool.core.protocol import RefuseReason
 from moonpool.dispatch.config import DispatchConfig
 from moonpool.ids import RequestId, WorkerKey
-from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerView
+from moonpool.routing.fleet_table import FleetTable
+from moonpool.routing.worker_view import WorkerFits, WorkerInfo, WorkerLoad, WorkerView
 
 _NEVER = float("-inf")
 
@@ -49,7 +50,9 @@ class _Refusal:
 @dataclass(slots=True, kw_only=True)
 class _Worker:
     info: WorkerInfo
+    #: Without fits: those of a report stay until another one has some.
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    fits: WorkerFits = field(default_factory=WorkerFits)
     refusal: _Refusal | None = None
     inhibited_until: float = _NEVER
     decoding: set[RequestId] = field(default_factory=set)
@@ -65,6 +68,9 @@ class Fleet:
     def __init__(self, config: DispatchConfig) -> None:
         self._config = config
         self._workers: dict[WorkerKey, _Worker] = {}
+        self._table = FleetTable()
+        #: Workers whose row in the table is not as it should be.
+        self._changed: dict[WorkerKey, None] = {}
 
     def __contains__(self, key: WorkerKey) -> bool:
         return key in self._workers
@@ -76,6 +82,7 @@ class Fleet:
 
     def join(self, info: WorkerInfo) -> None:
         """A worker is there, or has another role or address now."""
+        self._changed[info.key] = None
         worker = self._workers.get(info.key)
         if worker is None:
             self._workers[info.key] = _Worker(info=info)
@@ -84,12 +91,17 @@ class Fleet:
 
     def lose(self, key: WorkerKey) -> None:
         self._workers.pop(key, None)
+        self._changed[key] = None
 
     def report(self, key: WorkerKey, load: WorkerLoad) -> bool:
         """Note a worker's load. False: whoever found no place before finds none now."""
         worker = self._workers.get(key)
         if worker is None:
             return False
+        self._changed[key] = None
+        if load.fits is not None:
+            worker.fits = load.fits
+            load = replace(load, fits=None)
         before, was_refusing = worker.load, worker.refusal is not None
         num_gained_blocks = (
             load.num_available_blocks - before.num_available_blocks + worker.num_new_blocks
@@ -113,24 +125,29 @@ class Fleet:
         """The worker has no room until a report shows some."""
         worker = self._workers.get(key)
         if worker is not None:
+            self._changed[key] = None
             worker.refusal = _Refusal(reason=reason, ask_again_at=now + self._config.refused_s)
 
     def inhibit(self, key: WorkerKey, now: float) -> None:
         """A request path failed there: avoid it for a while."""
         worker = self._workers.get(key)
         if worker is not None:
+            self._changed[key] = None
             worker.inhibited_until = now + self._config.inhibit_s
 
     def expire(self, now: float) -> bool:
         """Forget refusals and failures whose time is over; whether there were any."""
         has_expired = False
-        for worker in self._workers.values():
-            if worker.refusal is not None and worker.refusal.ask_again_at <= now:
+        for key, worker in self._workers.items():
+            is_asked_again = worker.refusal is not None and worker.refusal.ask_again_at <= now
+            is_trusted_again = _NEVER < worker.inhibited_until <= now
+            if is_asked_again:
                 worker.refusal = None
-                has_expired = True
-            if _NEVER < worker.inhibited_until <= now:
+            if is_trusted_again:
                 worker.inhibited_until = _NEVER
+            if is_asked_again or is_trusted_again:
                 has_expired = True
+                self._changed[key] = None
         return has_expired
 
     # -- what we put on them --
@@ -139,12 +156,14 @@ class Fleet:
         worker = self._workers[key]
         assert request_id not in worker.decoding, (key, request_id)
         worker.decoding.add(request_id)
+        self._changed[key] = None
         worker.num_new_blocks += num_blocks
 
     def begin_prefill(self, key: WorkerKey, request_id: RequestId, num_tokens: int) -> None:
         worker = self._workers[key]
         assert request_id not in worker.prefilling, (key, request_id)
         worker.prefilling[request_id] = num_tokens
+        self._changed[key] = None
         worker.num_queued_tokens += num_tokens
 
     def end_decode(self, key: WorkerKey, request_id: RequestId) -> None:
@@ -152,28 +171,27 @@ class Fleet:
         worker = self._workers.get(key)
         if worker is not None:
             worker.decoding.discard(request_id)
+            self._changed[key] = None
 
     def end_prefill(self, key: WorkerKey, request_id: RequestId) -> None:
         """May come twice, or after the worker is lost."""
         worker = self._workers.get(key)
         if worker is not None:
+            self._changed[key] = None
             worker.num_queued_tokens -= worker.prefilling.pop(request_id, 0)
 
     # -- what the selector sees --
 
-    def views(self, now: float) -> list[WorkerView]:
-        return [
-            WorkerView(
-                info=worker.info,
-                load=worker.load,
-                own_num_requests=len(worker.decoding),
-                own_num_new_blocks=worker.num_new_blocks,
-                own_num_queued_tokens=worker.num_queued_tokens,
-                is_inhibited=worker.inhibited_until > now,
-                is_full=worker.refusal is not None and worker.refusal.ask_again_at > now,
-            )
-            for worker in self._workers.values()
-        ]
+    def table(self) -> FleetTable:
+        """All workers, as of now (`expire` before). The fleet's own: it changes with the fleet."""
+        for key in self._changed:
+            worker = self._workers.get(key)
+            if worker is None:
+                self._table.remove(key)
+            else:
+                self._table.put(_view(worker))
+        self._changed.clear()
+        return self._table
 
     def next_wakeup(self, now: float) -> float | None:
         """When a worker that is avoided now may be asked again, if no report says so before."""
@@ -188,6 +206,7 @@ class Fleet:
             twin.decoding = set(worker.decoding)
             twin.prefilling = dict(worker.prefilling)
             fork._workers[key] = twin
+        fork._changed = dict.fromkeys(fork._workers)
         return fork
 
     def key(self) -> tuple[object, ...]:
@@ -205,6 +224,7 @@ class Fleet:
                     tuple(sorted(worker.decoding)),
                     tuple(sorted(worker.prefilling.items())),
                     worker.num_new_blocks,
+                    worker.fits,
                 )
                 for key, worker in self._workers.items()
             )
@@ -221,3 +241,17 @@ class Fleet:
             assert set(worker.prefilling) == prefilling.get(key, set()), (key, worker, prefilling)
             assert worker.num_queued_tokens == sum(worker.prefilling.values()), (key, worker)
             assert worker.num_new_blocks >= 0, (key, worker)
+
+
+def _view(worker: _Worker) -> WorkerView:
+    return WorkerView(
+        info=worker.info,
+        load=worker.load,
+        fits=worker.fits,
+        own_num_requests=len(worker.decoding),
+        own_num_prefills=len(worker.prefilling.keys() - worker.decoding),
+        own_num_new_blocks=worker.num_new_blocks,
+        own_num_queued_tokens=worker.num_queued_tokens,
+        is_inhibited=worker.inhibited_until > _NEVER,
+        is_full=worker.refusal is not None,
+    )

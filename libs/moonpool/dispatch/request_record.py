@@ -30,6 +30,11 @@ class OnWorkers:
     #: A token of the decode worker has come: the prefill worker's part is over.
     has_decode_begun: bool = False
 
+    @property
+    def prefilling(self) -> WorkerKey:
+        """Who computes what is not cached."""
+        return self.prefill if self.prefill is not None else self.decode
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:

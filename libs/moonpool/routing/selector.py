@@ -1,144 +1,266 @@
-"""The least loaded worker among those that may take a request: filters first, then one score.
+"""Selector: places one request on a fleet. Filters, then the policy for decode, the disagg decision over
+what that worker lacks, and the policy again for prefill.
 
-Prefill is scored in uncached tokens queued (one unit beats a blend of unlike signals; llm-d),
-decode in requests there, the used fraction of its pool as the part behind the point. Ties go to the
-smaller worker key, so that the same views always give the same choice.
+The policy chooses; what is predicted, recorded and decided about local or remote is the same for all of
+them, so that policies can be compared on one trace. Pure: a table and a query in, a record out.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from moonpool.ids import WorkerKey
-from moonpool.routing.worker_view import WorkerView
-
-
-class FilterReason(enum.StrEnum):
-    """Why a worker of the right role is no candidate."""
-
-    DRAINING = "draining"
-    #: It refused and has shown no more room since, or its pool cannot hold the request now.
-    NO_ROOM = "no_room"
-    #: It failed on a request path a moment ago, and others are there.
-    INHIBITED = "inhibited"
-    #: It said that it can never hold this request, or its whole pool is too small for it.
-    NEVER_FITS = "never_fits"
-    #: It vanished in the middle of a handoff of this request.
-    LOST_SOURCE = "lost_source"
-    #: It is the request's decode worker.
-    IS_DECODE = "is_decode"
+from moonpool.routing.config import PolicyName, RoutingConfig
+from moonpool.routing.disagg_decider import DisaggDecision, Prediction, decide
+from moonpool.routing.dynamo_linear import DynamoLinear
+from moonpool.routing.filters import FilterArray, filter_decode, filter_prefill
+from moonpool.routing.fleet_table import FleetTable, FloatArray
+from moonpool.routing.forecast import Forecast, PlanKind
+from moonpool.routing.load_policies import LeastLoaded, Random, RoundRobin
+from moonpool.routing.min_ttft import MinTtft
+from moonpool.routing.policy import Choice, PlacementPolicy
+from moonpool.routing.prefix_affinity import PrefixAffinity
+from moonpool.routing.query import PlacementQuery
+from moonpool.routing.selection import Selection, Term, make_selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One worker in a selection: its score, or why it has none."""
+class PeerMatch:
+    """A peer that is believed to hold more of the prefix than the worker that prefills."""
 
     key: WorkerKey
-    score: float | None
-    filtered: FilterReason | None = None
+    #: A multiple of the block size.
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Whom the selector chose, and what it saw."""
+class PrefillPlan:
+    """What the worker that prefills is expected to do, and to take."""
 
-    #: None if every worker is filtered.
-    key: WorkerKey | None
-    #: All workers of the right role, by key.
-    candidates: tuple[Candidate, ...]
+    key: WorkerKey
+    kind: PlanKind
+    num_cached_tokens: int
+    #: Expected to be read from `peer`; 0 unless the plan is to fetch.
+    num_read_tokens: int
+    num_computed_tokens: int
+    #: Named to the worker whatever the plan: it knows better what reading takes.
+    peer: PeerMatch | None
+    queue_s: float
+    load_s: float
+    compute_s: float
+    #: Between the first token's draw and the decode worker's next step; 0 if that is the same worker.
+    exposed_s: float
 
     @property
-    def num_workers(self) -> int:
-        """Workers that could take it now or when they have room."""
-        return sum(
-            candidate.filtered in (None, FilterReason.NO_ROOM, FilterReason.INHIBITED)
-            for candidate in self.candidates
-        )
+    def ttft_s(self) -> float:
+        """The prediction, from placement on."""
+        return max(self.queue_s, self.load_s) + self.compute_s + self.exposed_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementDecision:
+    """The record of one decision: where to, and every term of every candidate."""
+
+    policy: PolicyName
+    #: Costs are measured, and predictions are seconds; else uncached tokens are the unit.
+    is_measured: bool
+    num_tokens: int
+    decode: Selection
+    #: None if nobody can decode.
+    disagg: DisaggDecision | None = None
+    #: None if it is prefilled where it is decoded.
+    prefill: Selection | None = None
+    #: None if it cannot be placed.
+    plan: PrefillPlan | None = None
 
     @property
-    def can_never_fit(self) -> bool:
-        """There are workers, and none of them can ever hold the request."""
-        return bool(self.candidates) and all(
-            candidate.filtered is FilterReason.NEVER_FITS for candidate in self.candidates
+    def lacks_prefill_room(self) -> bool:
+        """It should be prefilled elsewhere, and nobody has room for that."""
+        return self.prefill is not None and self.prefill.key is None
+
+
+class Selector:
+    """See the file's head. Without state."""
+
+    def __init__(self, config: RoutingConfig) -> None:
+        self._config = config
+        self._policy = make_policy(config)
+
+    @property
+    def config(self) -> RoutingConfig:
+        return self._config
+
+    def place(self, table: FleetTable, query: PlacementQuery) -> PlacementDecision:
+        """Decide; nothing is changed. Who has no room now may have some later."""
+        forecast = Forecast(table, query, reads_from_peers=self._config.reads_from_peers)
+        decode_filters = filter_decode(table, query)
+        prefill_filters = filter_prefill(table, query, decode=None)
+        remote_s = forecast.remote_s(prefill_filters == 0)
+        is_open = decode_filters == 0
+        choice = None
+        if is_open.any():
+            choice = self._policy.choose_decode(forecast, is_open, remote_s=remote_s)
+        decode = _decode_selection(forecast, decode_filters, choice, remote_s)
+        if choice is None or decode.key is None:
+            return self._decision(forecast, decode=decode)
+        return self._place_prefill(forecast, decode, choice.row, decode.key)
+
+    # -- parts --
+
+    def _place_prefill(
+        self, forecast: Forecast, decode: Selection, decode_row: int, decode_key: WorkerKey
+    ) -> PlacementDecision:
+        table, query = forecast.table, forecast.query
+        filters = filter_prefill(table, query, decode=decode_key)
+        is_open = filters == 0
+        choice = None
+        if is_open.any():
+            choice = self._policy.choose_prefill(forecast, is_open, decode_row=decode_row)
+        exposed_s = forecast.exposed_s(decode_row, np.arange(len(table)))
+        prefill = _prefill_selection(forecast, filters, choice, exposed_s)
+        disagg = decide(
+            self._config.disagg,
+            num_tokens=query.num_tokens,
+            num_cached_tokens=int(forecast.num_cached_tokens[decode_row]),
+            num_prefill_workers=prefill.num_workers,
+            least_queued_tokens=(
+                int(table.num_queued_tokens[choice.row]) if choice is not None else None
+            ),
+            prediction=(
+                self._predict(forecast, decode_row, choice.row, exposed_s)
+                if table.is_measured and choice is not None
+                else None
+            ),
+        )
+        if not disagg.is_remote:
+            plan = _plan(forecast, decode_row, exposed_s=0.0)
+            return self._decision(forecast, decode=decode, disagg=disagg, plan=plan)
+        if choice is None:
+            return self._decision(forecast, decode=decode, disagg=disagg, prefill=prefill)
+        plan = _plan(forecast, choice.row, exposed_s=float(exposed_s[choice.row]))
+        return self._decision(forecast, decode=decode, disagg=disagg, prefill=prefill, plan=plan)
+
+    def _predict(
+        self, forecast: Forecast, decode_row: int, prefill_row: int, exposed_s: FloatArray
+    ) -> Prediction:
+        cost_s = forecast.ready_s + forecast.interference_s
+        slo_s = self._config.min_ttft.slo_tpot_s
+        return Prediction(
+            local_s=float(cost_s[decode_row]),
+            remote_s=float(cost_s[prefill_row] + exposed_s[prefill_row]),
+            breaks_tpot=slo_s is not None
+            and bool(forecast.tpot_s[decode_row] <= slo_s < forecast.chunked_tpot_s[decode_row]),
+        )
+
+    def _decision(
+        self,
+        forecast: Forecast,
+        *,
+        decode: Selection,
+        disagg: DisaggDecision | None = None,
+        prefill: Selection | None = None,
+        plan: PrefillPlan | None = None,
+    ) -> PlacementDecision:
+        return PlacementDecision(
+            policy=self._config.policy,
+            is_measured=forecast.table.is_measured,
+            num_tokens=forecast.query.num_tokens,
+            decode=decode,
+            disagg=disagg,
+            prefill=prefill,
+            plan=plan,
         )
 
 
-def select_decode(
-    views: Iterable[WorkerView],
-    *,
-    num_blocks: int,
-    unfit: frozenset[WorkerKey] = frozenset(),
-) -> Selection:
-    """The decode worker with the fewest requests, its pool's used fraction breaking ties.
-
-    Args:
-        num_blocks: What the request takes there, whatever is cached.
-        unfit: Workers that said that they can never hold this request.
-    """
-    rated: list[tuple[WorkerView, float, FilterReason | None]] = []
-    for view in views:
-        if not view.info.role.can_decode:
-            continue
-        num_total_blocks = view.load.num_total_blocks
-        reason = _common_filter(view, unfit)
-        if num_total_blocks and num_blocks > num_total_blocks:
-            reason = FilterReason.NEVER_FITS
-        elif reason is None and num_total_blocks and num_blocks > view.num_available_blocks:
-            reason = FilterReason.NO_ROOM
-        rated.append((view, view.num_requests + view.used_fraction, reason))
-    return _select(rated)
+def make_policy(config: RoutingConfig) -> PlacementPolicy:
+    """The policy that the configuration names."""
+    match config.policy:
+        case PolicyName.MIN_TTFT:
+            return MinTtft(config.min_ttft, config.disagg)
+        case PolicyName.RANDOM:
+            return Random(config.seed)
+        case PolicyName.ROUND_ROBIN:
+            return RoundRobin()
+        case PolicyName.LEAST_LOADED:
+            return LeastLoaded()
+        case PolicyName.PREFIX_AFFINITY:
+            return PrefixAffinity(config.prefix_affinity)
+        case PolicyName.DYNAMO_LINEAR:
+            return DynamoLinear(config.dynamo_linear, config.seed)
 
 
-def select_prefill(
-    views: Iterable[WorkerView],
-    *,
-    decode: WorkerKey,
-    unfit: frozenset[WorkerKey] = frozenset(),
-    lost: frozenset[WorkerKey] = frozenset(),
-) -> Selection:
-    """The prefill worker with the fewest uncached tokens queued, other than `decode`.
-
-    Args:
-        unfit: Workers that said that they can never hold this request.
-        lost: Workers that vanished in the middle of a handoff of this request.
-    """
-    rated: list[tuple[WorkerView, float, FilterReason | None]] = []
-    for view in views:
-        if not view.info.role.can_prefill:
-            continue
-        if view.key == decode:
-            reason: FilterReason | None = FilterReason.IS_DECODE
-        elif view.key in lost:
-            reason = FilterReason.LOST_SOURCE
-        else:
-            reason = _common_filter(view, unfit)
-        rated.append((view, float(view.num_queued_tokens), reason))
-    return _select(rated)
-
-
-def _common_filter(view: WorkerView, unfit: frozenset[WorkerKey]) -> FilterReason | None:
-    if view.key in unfit:
-        return FilterReason.NEVER_FITS
-    if view.load.is_draining:
-        return FilterReason.DRAINING
-    return FilterReason.NO_ROOM if view.is_full else None
-
-
-def _select(rated: list[tuple[WorkerView, float, FilterReason | None]]) -> Selection:
-    rated.sort(key=lambda entry: entry[0].key)
-    has_healthy = any(reason is None and not view.is_inhibited for view, _, reason in rated)
-    candidates = []
-    for view, score, reason in rated:
-        if reason is None and view.is_inhibited and has_healthy:
-            reason = FilterReason.INHIBITED
-        candidates.append(
-            Candidate(key=view.key, score=score if reason is None else None, filtered=reason)
-        )
-    best = min(
-        (candidate for candidate in candidates if candidate.score is not None),
-        key=lambda candidate: (candidate.score, candidate.key),
-        default=None,
+def _plan(forecast: Forecast, row: int, *, exposed_s: float) -> PrefillPlan:
+    keys, peer_row = forecast.table.keys, int(forecast.peer_row[row])
+    num_cached_tokens = int(forecast.num_cached_tokens[row])
+    num_read_tokens = int(forecast.num_read_tokens[row])
+    return PrefillPlan(
+        key=keys[row],
+        kind=forecast.plan_kind(row),
+        num_cached_tokens=num_cached_tokens,
+        num_read_tokens=num_read_tokens,
+        num_computed_tokens=forecast.query.num_tokens - num_cached_tokens - num_read_tokens,
+        peer=(
+            PeerMatch(key=keys[peer_row], num_tokens=int(forecast.num_peer_tokens[row]))
+            if peer_row >= 0
+            else None
+        ),
+        queue_s=float(forecast.queue_s[row]),
+        load_s=float(forecast.load_s[row]),
+        compute_s=float(forecast.compute_s[row]),
+        exposed_s=exposed_s,
     )
-    return Selection(key=best.key if best else None, candidates=tuple(candidates))
+
+
+def _decode_selection(
+    forecast: Forecast, filters: FilterArray, choice: Choice | None, remote_s: FloatArray
+) -> Selection:
+    return _selection(
+        forecast,
+        filters,
+        choice,
+        (
+            ("ttft_here_s", forecast.ready_s),
+            ("ttft_elsewhere_s", remote_s),
+            ("tpot_s", forecast.tpot_s),
+            ("tpot_with_chunks_s", forecast.chunked_tpot_s),
+            ("num_requests", forecast.table.num_requests),
+            ("used_fraction", forecast.used_fraction),
+        ),
+    )
+
+
+def _prefill_selection(
+    forecast: Forecast, filters: FilterArray, choice: Choice | None, exposed_s: FloatArray
+) -> Selection:
+    return _selection(
+        forecast,
+        filters,
+        choice,
+        (("exposed_s", exposed_s), ("ttft_s", forecast.ready_s + exposed_s)),
+    )
+
+
+def _selection(
+    forecast: Forecast,
+    filters: FilterArray,
+    choice: Choice | None,
+    terms: tuple[Term, ...],
+) -> Selection:
+    return make_selection(
+        keys=forecast.table.keys,
+        filters=filters,
+        row=choice.row if choice is not None else None,
+        scores=choice.scores if choice is not None else np.zeros(len(forecast.table)),
+        terms=(
+            ("num_cached_tokens", forecast.num_cached_tokens),
+            ("num_read_tokens", forecast.num_read_tokens),
+            ("num_queued_tokens", forecast.table.num_queued_tokens),
+            ("queue_s", forecast.queue_s),
+            ("load_s", forecast.load_s),
+            ("compute_s", forecast.compute_s),
+            ("interference_s", forecast.interference_s),
+            *terms,
+        ),
+    )

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from moonpool.ids import WorkerKey
+from moonpool.latency.costs import DecodeCost, PrefillCost, TransferCost
 
 
 class WorkerRole(enum.StrEnum):
@@ -25,17 +26,33 @@ class WorkerRole(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFits:
+    """What a worker has learnt of its own step times and of reading from peers; None: nothing yet."""
+
+    prefill: PrefillCost | None = None
+    decode: DecodeCost | None = None
+    #: By peer, in order of its key.
+    transfers: tuple[tuple[WorkerKey, TransferCost], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """Load as a worker reports it, in every frame on the router's stream and in each heartbeat."""
 
     num_total_blocks: int = 0
     #: Free blocks plus cached ones that nobody references: what a new request can have.
     num_available_blocks: int = 0
+    #: Of those, the ones that hold nothing: the rest is cache.
+    num_free_blocks: int = 0
     #: Requests that hold or wait for decode blocks: running, waiting and reserved ones.
     num_requests: int = 0
+    #: Prefills for others that hold blocks.
+    num_prefills: int = 0
     #: Uncached tokens that wait to be computed, the rest of running prefills included.
     num_queued_tokens: int = 0
     is_draining: bool = False
+    #: None in most reports: those of the last report that had some still hold.
+    fits: WorkerFits | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +64,9 @@ class WorkerInfo:
     #: gRPC address (host:port) that routers and peers connect to.
     address: str
     block_size: int = 16
+    #: KV of one token, all layers.
+    bytes_per_token: int = 0
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +80,14 @@ class WorkerView:
 
     info: WorkerInfo
     load: WorkerLoad = WorkerLoad()
+    #: The last that it told.
+    fits: WorkerFits = WorkerFits()
     #: Requests of this router that decode there.
     own_num_requests: int = 0
     #: Blocks of those that were placed there since the last report.
     own_num_new_blocks: int = 0
+    #: Prefills of this router there, for decode workers elsewhere, that have not drawn their token.
+    own_num_prefills: int = 0
     #: Uncached tokens of this router's prefills there that have not drawn their token.
     own_num_queued_tokens: int = 0
     #: A request-path failure lies less than the inhibition time back: only if there is no other.
@@ -82,6 +106,10 @@ class WorkerView:
     @property
     def num_requests(self) -> int:
         return max(self.load.num_requests, self.own_num_requests)
+
+    @property
+    def num_prefills(self) -> int:
+        return max(self.load.num_prefills, self.own_num_prefills)
 
     @property
     def num_available_blocks(self) -> int:

@@ -30,6 +30,7 @@ from moonpool.dispatch.membership import Membership, MembershipConfig
 from moonpool.errors import UnavailableError
 from moonpool.failpoints import Failpoints
 from moonpool.kv.prefix_index import PrefixIndex
+from moonpool.routing.config import RoutingConfig
 from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.routing.prefix_matcher import PrefixMatcher
 from moonpool.rpc.options import PUBLIC_MESSAGE_BYTES
@@ -139,10 +140,7 @@ class RouterService:
         )
         tracer = Tracer(clock=self._clock, sink=traces.add, process=self.name, rng=random.Random())
         loop = self._loop = DispatchLoop(
-            Dispatcher(
-                self._dispatch_config(),
-                num_cached_tokens=lambda key, request: matcher(request).get(key, 0),
-            ),
+            Dispatcher(self._dispatch_config(), match=matcher),
             Membership(MembershipConfig(seeds=config.router.seeds)),
             links=links,
             watcher=feed,
@@ -306,9 +304,11 @@ class RouterService:
         threshold_tokens = self._config.common.local_prefill_tokens
         busy_tokens = DisaggConfig().busy_threshold_tokens
         return DispatchConfig(
-            disagg=DisaggConfig(
-                threshold_tokens=threshold_tokens,
-                busy_threshold_tokens=max(busy_tokens, threshold_tokens),
+            routing=RoutingConfig(
+                disagg=DisaggConfig(
+                    threshold_tokens=threshold_tokens,
+                    busy_threshold_tokens=max(busy_tokens, threshold_tokens),
+                )
             ),
             max_queued_requests=self._config.router.max_queued_requests,
         )

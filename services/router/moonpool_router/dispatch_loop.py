@@ -52,7 +52,7 @@ from moonpool.failpoints import Failpoints
 from moonpool.handoff.messages import RouterMessage
 from moonpool.ids import RequestId, WorkerKey
 from moonpool.kv.block_hash import ModelNamespace
-from moonpool.routing.selector import Selection
+from moonpool.routing.selection import Selection
 from moonpool.routing.worker_view import WorkerInfo
 from moonpool.telemetry import names
 from moonpool.telemetry.spans import TraceRing

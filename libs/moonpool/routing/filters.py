@@ -1,0 +1,68 @@
+"""Filters: who of a fleet may take a request, before anybody is weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpool.ids import WorkerKey
+from moonpool.routing.fleet_table import BoolArray, FleetTable, IntArray
+from moonpool.routing.query import PlacementQuery
+from moonpool.routing.selection import FILTER_NUMBER, OTHER_ROLE, FilterReason
+
+FilterArray = npt.NDArray[np.int8]
+
+_DRAINING = FILTER_NUMBER[FilterReason.DRAINING]
+_NO_ROOM = FILTER_NUMBER[FilterReason.NO_ROOM]
+_INHIBITED = FILTER_NUMBER[FilterReason.INHIBITED]
+_NEVER_FITS = FILTER_NUMBER[FilterReason.NEVER_FITS]
+_LOST_SOURCE = FILTER_NUMBER[FilterReason.LOST_SOURCE]
+_IS_DECODE = FILTER_NUMBER[FilterReason.IS_DECODE]
+
+
+def num_blocks(table: FleetTable, num_tokens: int) -> IntArray:
+    """int64[worker]: blocks of so many tokens, whatever is cached."""
+    return -(-num_tokens // table.block_size)
+
+
+def filter_decode(table: FleetTable, query: PlacementQuery) -> FilterArray:
+    """int8[worker], indices into FILTERS: why each may not decode the request."""
+    filters = _common(table, query.unfit)
+    needed = num_blocks(table, query.num_tokens)
+    # A worker that has not told its pool may be asked.
+    is_told = table.num_total_blocks > 0
+    filters[(filters == 0) & is_told & (needed > table.num_available_blocks)] = _NO_ROOM
+    filters[is_told & (needed > table.num_total_blocks)] = _NEVER_FITS
+    filters[~table.can_decode] = OTHER_ROLE
+    return _inhibit(table, filters)
+
+
+def filter_prefill(
+    table: FleetTable, query: PlacementQuery, *, decode: WorkerKey | None
+) -> FilterArray:
+    """int8[worker], indices into FILTERS: why each may not prefill it for `decode`."""
+    filters = _common(table, query.unfit)
+    filters[table.rows_of(query.lost)] = _LOST_SOURCE
+    if decode is not None:
+        filters[table.rows_of((decode,))] = _IS_DECODE
+    filters[~table.can_prefill] = OTHER_ROLE
+    return _inhibit(table, filters)
+
+
+def _common(table: FleetTable, unfit: Iterable[WorkerKey]) -> FilterArray:
+    filters = np.zeros(len(table), np.int8)
+    filters[table.is_full] = _NO_ROOM
+    filters[table.is_draining] = _DRAINING
+    filters[table.rows_of(unfit)] = _NEVER_FITS
+    return filters
+
+
+def _inhibit(table: FleetTable, filters: FilterArray) -> FilterArray:
+    """A worker that failed is better than none."""
+    is_open: BoolArray = filters == 0
+    is_healthy = is_open & ~table.is_inhibited
+    if is_healthy.any():
+        filters[is_open & table.is_inhibited] = _INHIBITED
+    return filters

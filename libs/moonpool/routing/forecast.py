@@ -1,0 +1,210 @@
+"""Forecast: what each worker of a fleet would need for one request, in seconds. All workers at once.
+
+For each worker the plan is the best of what it could do about the prefix:
+
+    local      compute what lies behind its own blocks
+    fetch      read what a peer holds beyond them, meanwhile waiting in its queue, then compute the rest
+    recompute  it holds nothing, and no peer's blocks come sooner than they are computed
+
+and from it
+
+    ready_s         max(queue_s, load_s) + compute_s: until the first token is drawn there
+    interference_s  what its running decodes lose to the chunks (one of them: the unit is a request)
+    exposed_s       [decode, prefill] what a handoff adds after the token: its latency, and the part of
+                    the transfer that no computing hides (the last layer at least)
+    tpot_s          of a decode step with the request in it
+    chunked_tpot_s  the same, the request's chunks spread over the tokens that are expected meanwhile
+
+Without any measured fit the costs are nominal: uncached tokens are the unit, seconds only a name, and
+nothing is known of interference.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from moonpool.routing.filters import num_blocks
+from moonpool.routing.fleet_table import BoolArray, FleetTable, FloatArray, IntArray
+from moonpool.routing.query import PlacementQuery
+
+#: Peers whose blocks are weighed, the longest matches first.
+_MAX_PEERS = 4
+#: Prefill workers whose handoff to each decode worker is weighed, the soonest ready first.
+_MAX_SOURCES = 8
+
+
+class PlanKind(enum.StrEnum):
+    """What a worker is expected to do about the prefix."""
+
+    LOCAL = "local"
+    FETCH = "fetch"
+    RECOMPUTE = "recompute"
+
+
+class Forecast:
+    """See the file's head. All columns are [worker].
+
+    Args:
+        reads_from_peers: Whether the plan may be to fetch.
+    """
+
+    def __init__(
+        self, table: FleetTable, query: PlacementQuery, *, reads_from_peers: bool = True
+    ) -> None:
+        self.table = table
+        self.query = query
+        #: The last token is always computed, and a block is reused whole or not at all.
+        limit = (query.num_tokens - 1) // table.block_size * table.block_size
+        self.num_cached_tokens: IntArray = np.minimum(table.spread(query.num_cached_tokens), limit)
+        self._added_step_s = (
+            table.decode_per_request_s * table.num_requests
+            + table.decode_per_context_token_s * table.num_used_blocks * table.block_size
+        )
+        self.queue_s = self._queue_s()
+        #: Tokens that a peer is expected to spare; 0 unless the plan is to fetch.
+        self.num_read_tokens: IntArray = np.zeros(len(table), np.int64)
+        self.load_s: FloatArray = np.zeros(len(table))
+        #: Row of the peer that is named to the worker, and how much it holds; -1 and 0 for none.
+        self.peer_row: IntArray = np.full(len(table), -1)
+        self.num_peer_tokens: IntArray = np.zeros(len(table), np.int64)
+        self.compute_s = self._prefill_s(
+            query.num_tokens - self.num_cached_tokens, self.num_cached_tokens
+        )
+        self.ready_s: FloatArray = self.queue_s + self.compute_s
+        if reads_from_peers and self.num_cached_tokens.any():
+            self._weigh_peers(limit)
+        is_disturbed = (table.num_requests > 0) & table.is_measured
+        self.interference_s: FloatArray = np.where(is_disturbed, self.compute_s, 0.0)
+        self.tpot_s: FloatArray = (
+            table.decode_base_s
+            + self._added_step_s
+            + table.decode_per_request_s
+            + table.decode_per_context_token_s * query.num_tokens
+        )
+        self.chunked_tpot_s: FloatArray = self.tpot_s + self.interference_s / max(
+            query.num_expected_tokens, 1
+        )
+        self.has_growth_room: BoolArray = (table.num_total_blocks == 0) | (
+            num_blocks(table, query.num_tokens + query.num_expected_tokens)
+            <= table.num_available_blocks
+        )
+
+    @property
+    def num_computed_tokens(self) -> IntArray:
+        """Tokens that each worker is expected to compute."""
+        return self.query.num_tokens - self.num_cached_tokens - self.num_read_tokens
+
+    @property
+    def used_fraction(self) -> FloatArray:
+        """Of each pool, 0 to 1; 0 while a worker has not told its pool."""
+        table = self.table
+        return table.num_used_blocks / np.maximum(table.num_total_blocks, 1)
+
+    def plan_kind(self, row: int) -> PlanKind:
+        """What this worker is expected to do."""
+        if self.num_read_tokens[row]:
+            return PlanKind.FETCH
+        return PlanKind.LOCAL if self.num_cached_tokens[row] else PlanKind.RECOMPUTE
+
+    def exposed_s(self, decode: slice | int, sources: IntArray) -> FloatArray:
+        """float64[decode..., source]: what the handoff adds after the first token."""
+        table = self.table
+        num_bytes = (
+            self.query.num_tokens - self.num_cached_tokens[decode]
+        ) * table.bytes_per_token[decode]
+        move_s = np.expand_dims(num_bytes, -1) / table.transfer_bytes_per_s[decode][..., sources]
+        last_layer_s = move_s / np.expand_dims(table.num_layers[decode], -1)
+        exposed: FloatArray = table.transfer_latency_s[decode][..., sources] + np.maximum(
+            last_layer_s, move_s - self.compute_s[sources]
+        )
+        return exposed
+
+    def remote_s(self, is_source: BoolArray) -> FloatArray:
+        """float64[decode]: soonest first token, and what it costs others, by a prefill elsewhere.
+
+        Args:
+            is_source: Who may prefill; never for itself. Infinite where nobody may.
+        """
+        sources = np.flatnonzero(is_source)
+        if not len(sources):
+            return np.full(len(self.table), np.inf)
+        cost_s = self.ready_s + self.interference_s
+        if len(sources) > _MAX_SOURCES:
+            best = np.argpartition(cost_s[sources], _MAX_SOURCES - 1)[:_MAX_SOURCES]
+            sources = np.sort(sources[best])
+        total = self.exposed_s(slice(None), sources) + cost_s[sources]
+        total[sources, np.arange(len(sources))] = np.inf
+        soonest: FloatArray = total.min(axis=1)
+        return soonest
+
+    # -- parts --
+
+    def _prefill_s(
+        self, num_tokens: IntArray, num_cached_tokens: IntArray, *, is_per_peer: bool = False
+    ) -> FloatArray:
+        """Seconds for `num_tokens` behind `num_cached_tokens`, beside the decodes that run there."""
+        table = self.table
+        base_s = table.prefill_base_s + self._added_step_s
+        columns = (
+            base_s,
+            table.prefill_per_token_s,
+            table.prefill_per_work_s,
+            table.max_step_tokens,
+        )
+        if is_per_peer:
+            base_s, per_token_s, per_work_s, step = (column[:, None] for column in columns)
+        else:
+            base_s, per_token_s, per_work_s, step = columns
+        seconds: FloatArray = (
+            base_s * np.ceil(num_tokens / step)
+            + per_token_s * num_tokens
+            + per_work_s * (num_tokens * (num_tokens + 2 * num_cached_tokens))
+        )
+        return seconds
+
+    def _queue_s(self) -> FloatArray:
+        """Seconds until what is queued is computed, taken as prompts of one step each."""
+        table = self.table
+        step = table.max_step_tokens
+        num_queued_tokens = table.num_queued_tokens
+        num_full_steps = np.floor(num_queued_tokens / step)
+        num_rest_tokens = num_queued_tokens - num_full_steps * step
+        work = num_full_steps * step * step + num_rest_tokens * num_rest_tokens
+        seconds: FloatArray = (
+            (table.prefill_base_s + self._added_step_s) * np.ceil(num_queued_tokens / step)
+            + table.prefill_per_token_s * num_queued_tokens
+            + table.prefill_per_work_s * work
+        )
+        return seconds
+
+    def _weigh_peers(self, limit: IntArray) -> None:
+        table, num_tokens = self.table, self.query.num_tokens
+        held = self.num_cached_tokens
+        # The longest match first; among equals whoever has less to do.
+        peers = np.lexsort((table.num_queued_tokens + table.num_requests, -held))[:_MAX_PEERS]
+        peers = peers[(held[peers] > 0) & ~table.is_inhibited[peers]]
+        if not len(peers):
+            return
+        reachable = np.minimum(held[peers], limit[:, None])
+        num_read = np.maximum(reachable - held[:, None], 0)
+        can_read = num_read > 0
+        load_s = (
+            table.transfer_latency_s[:, peers]
+            + num_read * table.bytes_per_token[:, None] / table.transfer_bytes_per_s[:, peers]
+        )
+        num_before = held[:, None] + num_read
+        compute_s = self._prefill_s(num_tokens - num_before, num_before, is_per_peer=True)
+        ready_s = np.maximum(self.queue_s[:, None], load_s) + compute_s
+        ready_s[~can_read] = np.inf
+        best = ready_s.argmin(axis=1)
+        rows = np.arange(len(table))
+        has_peer = can_read[rows, best]
+        self.peer_row = np.where(has_peer, peers[best], -1)
+        self.num_peer_tokens = np.where(has_peer, reachable[rows, best], 0)
+        is_fetch = ready_s[rows, best] < self.ready_s
+        self.num_read_tokens = np.where(is_fetch, num_read[rows, best], 0)
+        self.load_s = np.where(is_fetch, load_s[rows, best], 0.0)
+        self.compute_s = np.where(is_fetch, compute_s[rows, best], self.compute_s)
+        self.ready_s = np.where(is_fetch, ready_s[rows, best], self.ready_s)

@@ -1,0 +1,75 @@
+"""MinTtft: the lowest predicted time to the first token, under a TPOT and a capacity constraint.
+
+The objective is that of Mooncake's Conductor (FAST'25, algorithm 1), in one unit (llm-d): everything is
+seconds out of uncached tokens, so that a long queue outweighs a long match by itself.
+
+Decode   1. who has room for the answer that is expected, if anybody has
+         2. whose predicted TPOT stays within the SLO, its own chunks included if it would prefill
+            here; if nobody's does, those near the lowest
+         3. the soonest first token, be it prefilled here or elsewhere
+         4. among those within `slack` of it the lowest TPOT, then the least loaded
+Prefill  the soonest first token, handoff included
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moonpool.routing.config import MinTtftConfig
+from moonpool.routing.disagg_decider import DisaggConfig
+from moonpool.routing.fleet_table import BoolArray, FloatArray
+from moonpool.routing.forecast import Forecast
+from moonpool.routing.policy import Choice, lowest
+
+#: If nobody meets the SLO: a TPOT of so many times the lowest will do.
+_NEAR_LOWEST = 1.25
+
+
+class MinTtft:
+    """See the file's head. Implements PlacementPolicy."""
+
+    def __init__(self, config: MinTtftConfig, disagg: DisaggConfig) -> None:
+        self._config = config
+        self._disagg = disagg
+
+    def choose_decode(
+        self, forecast: Forecast, is_open: BoolArray, *, remote_s: FloatArray
+    ) -> Choice:
+        local_s = forecast.ready_s + forecast.interference_s
+        if forecast.has_growth_room[is_open].any():
+            is_open = is_open & forecast.has_growth_room
+        if not forecast.table.is_measured or self._disagg.only_thresholds:
+            # What thresholds will say of each.
+            num_uncached_tokens = forecast.query.num_tokens - forecast.num_cached_tokens
+            is_local = num_uncached_tokens <= self._disagg.threshold_tokens
+            is_local |= np.isinf(remote_s)
+            local_s = np.where(is_local, local_s, np.inf)
+            remote_s = np.where(is_local, np.inf, remote_s)
+        scores = self._within_slo(forecast, local_s, remote_s)
+        if not np.isfinite(scores[is_open]).any():
+            scores = np.minimum(local_s, remote_s)
+            lowest_tpot_s = forecast.tpot_s[is_open].min()
+            is_open = is_open & (forecast.tpot_s <= lowest_tpot_s * _NEAR_LOWEST)
+        best = scores[is_open].min()
+        rows = np.flatnonzero(is_open & (scores <= best * (1.0 + self._config.slack)))
+        if len(rows) == 1:
+            return Choice(row=int(rows[0]), scores=scores)
+        load = forecast.table.num_requests[rows] + forecast.used_fraction[rows]
+        first = np.lexsort((load, forecast.tpot_s[rows]))[0]
+        return Choice(row=int(rows[first]), scores=scores)
+
+    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
+        exposed_s = forecast.exposed_s(decode_row, np.arange(len(forecast.table)))
+        return lowest(forecast.ready_s + forecast.interference_s + exposed_s, is_open)
+
+    def _within_slo(
+        self, forecast: Forecast, local_s: FloatArray, remote_s: FloatArray
+    ) -> FloatArray:
+        slo_s = self._config.slo_tpot_s
+        if slo_s is None:
+            return np.minimum(local_s, remote_s)
+        scores: FloatArray = np.minimum(
+            np.where(forecast.chunked_tpot_s <= slo_s, local_s, np.inf),
+            np.where(forecast.tpot_s <= slo_s, remote_s, np.inf),
+        )
+        return scores

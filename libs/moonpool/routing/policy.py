@@ -1,0 +1,49 @@
+"""PlacementPolicy: the interface of those who choose, and what a choice is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from moonpool.routing.fleet_table import BoolArray, FleetTable, FloatArray
+from moonpool.routing.forecast import Forecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choice:
+    """Whom a policy chose among those that may be chosen, and why."""
+
+    row: int
+    #: float64[worker], the lowest is best; of no meaning for those that may not be chosen.
+    scores: FloatArray
+
+
+class PlacementPolicy(Protocol):
+    """Chooses the worker of each leg. Pure: the same forecast gives the same choice."""
+
+    def choose_decode(
+        self, forecast: Forecast, is_open: BoolArray, *, remote_s: FloatArray
+    ) -> Choice:
+        """Who decodes.
+
+        Args:
+            is_open: Who may; at least one.
+            remote_s: float64[worker]: see Forecast.remote_s.
+        """
+        ...
+
+    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
+        """Who prefills for this decode worker, if it is not done there. `is_open` as above."""
+        ...
+
+
+def lowest(scores: FloatArray, is_open: BoolArray) -> Choice:
+    """The lowest score; ties go to the smaller key, so that the same views give the same choice."""
+    return Choice(row=int(np.where(is_open, scores, np.inf).argmin()), scores=scores)
+
+
+def has_prefill_pool(table: FleetTable) -> bool:
+    """Whether there are workers that only prefill."""
+    return bool((table.can_prefill & ~table.can_decode).any())
