@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.core.protocol import Refused, RefuseReason, TokensReady
+from moonpool.core.protocol import Refused, RefuseReason
+from moonpool.core.step import StepPlan
 from moonpool.errors import FailedPreconditionError
 from moonpool.ids import Incarnation, WorkerKey
 from moonpool.rpc.admin import clear_cache, fetch_snapshot
@@ -155,23 +156,43 @@ async def test_a_snapshot_is_of_the_incarnation_that_was_meant(tmp_path: Path) -
             await fetch_snapshot(address, other, key=key, deadline_s=5.0)
 
 
+class LaterGate:
+    """Lets steps pass until it is armed; then it is a LayerGate."""
+
+    def __init__(self, layer: int) -> None:
+        self.inner = LayerGate([layer])
+        self.is_armed = False
+
+    def __call__(self, plan: StepPlan, layer: int) -> None:
+        if self.is_armed:
+            self.inner(plan, layer)
+
+
 async def test_a_decode_without_room_is_refused_during_a_long_step(tmp_path: Path) -> None:
-    gate = LayerGate([2])
+    gate = LaterGate(2)
     async with fake_workers(tmp_path) as workers:
         worker, router = await workers.start("d0", gate=gate, num_blocks=16)
-        held = make_request("held", prompt=range(160), max_tokens=64, ignore_eos=True)
-        router.decode(held)
-        await eventually(lambda: gate.is_reached, timeout_s=5.0, what="the step is under way")
-        # The core is asked nothing until the gate opens: these answers are the service's own.
-        too_large = make_request("large", prompt=120, max_tokens=8)
-        router.decode(too_large)
+        common = range(160)
+        first = make_request("first", prompt=common, max_tokens=2)
+        router.decode(first)
+        await router.answer(first)
+        await worker.until_quiet()
+        gate.is_armed = True
+        long_step = make_request("long", prompt=range(176), max_tokens=2)
+        router.decode(long_step)
+        await eventually(lambda: gate.inner.is_reached, timeout_s=5.0, what="a step is under way")
+        # 11 blocks are held, 5 could be had, and 10 of each request need not be had: they are cached.
+        fits = make_request("fits", prompt=[*common, *range(500, 580)], max_tokens=2)
+        too_large = make_request("large", prompt=[*common, *range(600, 690)], max_tokens=2)
+        router.decode(fits, source=router.source)
+        router.decode(too_large, source=router.source)
+        # The core hears nothing before the gate opens: this is the service's own answer.
         refused = await router.until(too_large, Refused)
         assert isinstance(refused, Refused)
         assert refused.reason is RefuseReason.NO_BLOCKS
-        gate.open()
-        await router.until(held, TokensReady)
-        router.abort(held)
-        await worker.until_quiet()
-        # What the cache holds need not be had: the prompt's blocks are there.
-        router.decode(make_request("again", prompt=range(200), max_tokens=4))
-        assert await router.answer(make_request("again", prompt=range(200), max_tokens=4))
+        assert not any(
+            report.message.attempt_id.request_id == fits.request_id for report in router.reports
+        )
+        router.abort(fits)
+        gate.inner.open()
+        await router.answer(long_step)

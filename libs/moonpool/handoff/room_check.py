@@ -1,8 +1,9 @@
 """RoomCheck: refuse a Decode for which the core cannot have room, without waiting for its step to end.
 
 What the service knows is the last frame's ledger and the published set. What it may say by itself is only
-what the core would say in that state: a request that would have younger reservations revoked, or that
-never fits, is the core's to answer.
+what the core would say in that state. Left to the core are: a request that might have younger
+reservations revoked, so that the oldest always advances; one that never fits; and one without a source,
+which is queued, and may be promised blocks that somebody else is about to make.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RoomCheck:
         self._max_model_len = max_model_len
 
     def is_hopeless(self, request: InferenceRequest, ledger: BlockLedger) -> bool:
-        """Whether the blocks of prompt + emitted that are not held are more than could be had."""
+        """Whether a Decode with a source lacks more blocks for prompt + emitted than could be had."""
         num_available = ledger.num_free + ledger.num_cached
         num_needed = -(-request.num_tokens // self._block_size)
         if num_needed <= num_available or self._never_fits(request, ledger):

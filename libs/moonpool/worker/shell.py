@@ -61,7 +61,7 @@ from moonpool.handoff.events import (
     ReadDone,
     RouterMessageReceived,
 )
-from moonpool.handoff.messages import DecodeRequest, Open
+from moonpool.handoff.messages import DecodeRequest, Open, SourceRef
 from moonpool.handoff.room_check import RoomCheck
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.inference.request import InferenceRequest
@@ -82,6 +82,7 @@ from moonpool.worker.peers import PeerDirectory
 from moonpool.worker.prefix_streams import PrefixStreams
 from moonpool.worker.router_sessions import RouterSessions
 from moonpool.worker.source_streams import SourceStreams
+from moonpool.worker.step_fits import StepFits
 from moonpool.worker.step_log import StepLog
 
 log = structlog.get_logger("moonpool.worker")
@@ -142,6 +143,11 @@ class WorkerShell:
         self._book = AttemptBook(hello.worker.worker_id)
         #: The engine's last steps, for whoever measures it.
         self.steps = StepLog()
+        #: What its steps and its reads from peers take.
+        self.fits = StepFits(
+            max_step_tokens=hello.max_num_batched_tokens,
+            transfers=lambda: handoffs.fetches.chooser.transfer_costs,
+        )
         self._driver = HandoffDriver(
             handoffs=handoffs, perform=self._perform, clock=clock, is_checked=is_checked
         )
@@ -214,6 +220,7 @@ class WorkerShell:
             num_queued_tokens=self._num_queued_tokens,
             step_age_ms=self._bell.step_age_ms,
             is_draining=self._is_draining,
+            fits=self.fits.value(),
         )
 
     def ledger_report(self) -> LedgerReport:
@@ -270,6 +277,8 @@ class WorkerShell:
         self.kv.take(frame.cache_events)
         self._book.core_frame(timed)
         self.steps.frame_received(timed)
+        self.fits.frame_received(timed)
+        self._handoffs.fetches.chooser.prefill_cost = self.fits.prefill_cost
         self._driver.handle(CoreFrameReceived(step=frame.step, replies=frame.replies))
         for reply in frame.replies:
             if isinstance(reply, PrefillFailed):
@@ -286,9 +295,9 @@ class WorkerShell:
 
     def _on_router_event(self, event: HandoffEvent) -> None:
         match event:
-            case RouterMessageReceived(message=DecodeRequest(request=request)) if (
-                not self._is_draining and self._room.is_hopeless(request, self._ledger)
-            ):
+            case RouterMessageReceived(
+                message=DecodeRequest(request=request, source=SourceRef())
+            ) if not self._is_draining and self._room.is_hopeless(request, self._ledger):
                 event = replace(event, has_room=False)
         self._driver.handle(event)
 
