@@ -90,6 +90,8 @@ class FetchChooser:
         self._peers: OrderedDict[WorkerKey, _Peer] = OrderedDict()
         #: What computing costs here; None while it is not known.
         self.prefill_cost: PrefillCost | None = None
+        #: As last told; None after a fetch has begun or ended.
+        self._transfer_costs: tuple[tuple[WorkerKey, TransferCost], ...] | None = None
 
     # -- before --
 
@@ -146,8 +148,15 @@ class FetchChooser:
         return self.prefill_cost.predict(num_tokens - num_cached_tokens, num_cached_tokens)
 
     def transfer_costs(self) -> tuple[tuple[WorkerKey, TransferCost], ...]:
-        """What reading from each peer is believed to take, in order of their keys."""
-        return tuple((key, self._peers[key].fit.cost) for key in sorted(self._peers))
+        """What reading from each peer is believed to take, in order of their keys.
+
+        The same object as long as nothing has changed: it is asked for at every step.
+        """
+        if self._transfer_costs is None:
+            self._transfer_costs = tuple(
+                (key, self._peers[key].fit.cost) for key in sorted(self._peers)
+            )
+        return self._transfer_costs
 
     def passed_over(self, key: WorkerKey) -> None:
         """A hit is computed."""
@@ -174,6 +183,7 @@ class FetchChooser:
 
     def begin(self, key: WorkerKey, *, num_bytes: int, now: float) -> FetchTicket:
         """A fetch begins; `end` it once."""
+        self._transfer_costs = None
         known = self._peers.setdefault(key, _Peer())
         self._peers.move_to_end(key)
         known.num_fetching += 1
@@ -239,6 +249,7 @@ class FetchChooser:
         known = self._peers[ticket.key]
         known.num_fetching -= 1
         known.num_bytes_due -= ticket.num_bytes - num_bytes
+        self._transfer_costs = None
         return known
 
     # -- copying and checking --

@@ -11,6 +11,7 @@ from moonpool.core.protocol import (
 )
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvDtype, KvLayout
+from moonpool.latency.step_shape import StepShape
 
 
 class EngineFrameError(RuntimeError):
@@ -89,6 +90,8 @@ class TimedFrame:
     #: drawn; 0 if there was none.
     last_layer_unix_ns: int = 0
     computed_unix_ns: int = 0
+    #: What that step computed.
+    shape: StepShape = field(default_factory=StepShape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

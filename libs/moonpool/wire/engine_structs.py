@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moonpool.core.protocol import BlockLedger, CoreFrame
+from moonpool.latency.step_shape import StepShape
 from moonpool.wire.engine_base import Wire
 from moonpool.wire.engine_cache_events import (
     WireCacheEvent,
@@ -48,10 +49,18 @@ class WireLedger(Wire):
     num_prefix_locks: int
 
 
+class WireShape(Wire):
+    num_prefill_tokens: int
+    prefill_work: int
+    num_decodes: int
+    num_context_tokens: int
+
+
 class WireFrame(Wire):
     planned_unix_ns: int
     last_layer_unix_ns: int
     computed_unix_ns: int
+    shape: WireShape
     step: int
     replies: list[WireReply]
     ledger: WireLedger
@@ -80,6 +89,12 @@ def frame_to_wire(timed: TimedFrame) -> WireFrame:
         timed.planned_unix_ns,
         timed.last_layer_unix_ns,
         timed.computed_unix_ns,
+        WireShape(
+            timed.shape.num_prefill_tokens,
+            timed.shape.prefill_work,
+            timed.shape.num_decodes,
+            timed.shape.num_context_tokens,
+        ),
         frame.step,
         [reply_to_wire(reply) for reply in frame.replies],
         WireLedger(
@@ -136,4 +151,10 @@ def frame_from_wire(wire: WireFrame) -> TimedFrame:
         planned_unix_ns=wire.planned_unix_ns,
         last_layer_unix_ns=wire.last_layer_unix_ns,
         computed_unix_ns=wire.computed_unix_ns,
+        shape=StepShape(
+            num_prefill_tokens=wire.shape.num_prefill_tokens,
+            prefill_work=wire.shape.prefill_work,
+            num_decodes=wire.shape.num_decodes,
+            num_context_tokens=wire.shape.num_context_tokens,
+        ),
     )

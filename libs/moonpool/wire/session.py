@@ -170,7 +170,9 @@ def frame_message_to_pb(
     reports: Iterable[ReportValues], load: LoadValues, spans: Iterable[Span] = ()
 ) -> pb.WorkerMessage:
     """One frame. Within each kind the order of `reports` is kept."""
-    frame = pb.WorkerFrame(load=load_to_pb(load), spans=[span_to_pb(span) for span in spans])
+    frame = pb.WorkerFrame(
+        load=load_to_pb(load, tells_fits=True), spans=[span_to_pb(span) for span in spans]
+    )
     for report in reports:
         message = report.message
         match message:

@@ -11,8 +11,9 @@ from moonpool.errors import FailedPreconditionError
 from moonpool.ids import WorkerKey
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.region import KvRegion
-from moonpool.routing.worker_view import WorkerLoad, WorkerRole
+from moonpool.routing.worker_view import WorkerFits, WorkerLoad, WorkerRole
 from moonpool.wire.fields import between, invalid, name, text
+from moonpool.wire.fits import fits_from_pb, fits_to_pb
 from moonpool.wire.layout import region_from_pb, region_to_pb
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 
@@ -70,6 +71,8 @@ class LoadValues(Protocol):
     def step_age_ms(self) -> int: ...
     @property
     def is_draining(self) -> bool: ...
+    @property
+    def fits(self) -> WorkerFits | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,8 @@ class LoadReport:
     num_queued_tokens: int = 0
     step_age_ms: int = 0
     is_draining: bool = False
+    #: None: those that were told before still hold.
+    fits: WorkerFits | None = None
 
     @property
     def worker_load(self) -> WorkerLoad:
@@ -88,9 +93,12 @@ class LoadReport:
         return WorkerLoad(
             num_total_blocks=ledger.num_total,
             num_available_blocks=ledger.num_free + ledger.num_cached,
+            num_free_blocks=ledger.num_free,
             num_requests=ledger.num_running + ledger.num_waiting + ledger.num_reserved,
+            num_prefills=ledger.num_prefills,
             num_queued_tokens=self.num_queued_tokens,
             is_draining=self.is_draining,
+            fits=self.fits,
         )
 
 
@@ -238,7 +246,8 @@ def role_from_pb(value: int, path: str = "role") -> WorkerRole:
     return role
 
 
-def load_to_pb(load: LoadValues) -> pb.Load:
+def load_to_pb(load: LoadValues, *, tells_fits: bool = False) -> pb.Load:
+    """Args: tells_fits: Take along what was learnt of times, if there is news of it."""
     ledger = load.ledger
     return pb.Load(
         num_total_blocks=ledger.num_total,
@@ -251,6 +260,7 @@ def load_to_pb(load: LoadValues) -> pb.Load:
         num_queued_tokens=load.num_queued_tokens,
         step_age_ms=load.step_age_ms,
         is_draining=load.is_draining,
+        fits=fits_to_pb(load.fits) if tells_fits and load.fits is not None else None,
     )
 
 
@@ -275,6 +285,7 @@ def load_from_pb(message: pb.Load, path: str = "load") -> LoadReport:
         num_queued_tokens=message.num_queued_tokens,
         step_age_ms=message.step_age_ms,
         is_draining=message.is_draining,
+        fits=fits_from_pb(message.fits, f"{path}.fits") if message.HasField("fits") else None,
     )
 
 

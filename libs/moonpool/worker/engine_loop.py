@@ -19,8 +19,10 @@ from moonpool.clock import Clock
 from moonpool.core.core import Core
 from moonpool.core.step import LayerMark, Runner, StepPlan
 from moonpool.failpoints import Failpoints
+from moonpool.latency.step_shape import StepShape
 from moonpool.wire.engine_messages import TimedFrame
 from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
+from moonpool.worker.step_fits import shape_of
 
 
 class StepMark(LayerMark, Protocol):
@@ -54,6 +56,7 @@ def run_engine_loop(
         link.send(TimedFrame(frame=core.take_frame()))
         is_idle = True
         computed_unix_ns = 0
+        shape = StepShape()
         while True:
             for command in link.receive(wait=is_idle):
                 core.handle(command, clock.now())
@@ -65,16 +68,19 @@ def run_engine_loop(
                     planned_unix_ns=int(clock.unix() * 1e9),
                     last_layer_unix_ns=mark.last_layer_unix_ns if computed_unix_ns else 0,
                     computed_unix_ns=computed_unix_ns,
+                    shape=shape,
                 )
             )
             is_idle = plan is None
             computed_unix_ns = 0
+            shape = StepShape()
             if plan is None:
                 continue
             mark.begin(plan)
             result = runner.run(plan, mark)
             computed_unix_ns = int(clock.unix() * 1e9)
             mark.end()
+            shape = shape_of(plan)
             core.update(result, clock.now())
             failpoints.hit("engine.after_step")
     except EngineLinkClosed:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
 from moonpool.clock import Clock
 from moonpool.handoff.events import HandoffEvent, RouterLost, RouterMessageReceived
 from moonpool.handoff.messages import RouterKey, RouterMessage, WorkerMessage
+from moonpool.routing.worker_view import WorkerFits
 from moonpool.wire.spans import Span
 from moonpool.worker.load import Load
 from moonpool.worker.outbox import OutboxContent, RouterOutbox
@@ -48,6 +49,7 @@ class _Session:
         self.outbox = RouterOutbox()
         self.wakeup = asyncio.Event()
         self.sent_load: Load | None = None
+        self.told_fits: WorkerFits | None = None
         self.is_over = False
         #: What the router sent that it must not, if that ended the session.
         self.failure: Exception | None = None
@@ -136,8 +138,13 @@ class RouterSessions:
 
     def _frame(self, session: _Session) -> SessionFrame:
         session.wakeup.clear()
-        session.sent_load = self._load()
-        return SessionFrame(content=session.outbox.take(), load=session.sent_load)
+        load = self._load()
+        if load.fits is session.told_fits:
+            load = replace(load, fits=None)
+        else:
+            session.told_fits = load.fits
+        session.sent_load = load
+        return SessionFrame(content=session.outbox.take(), load=load)
 
     async def _wait(self, session: _Session, sent_at: float) -> None:
         """Until there is something to say, or the next heartbeat is due."""
