@@ -146,7 +146,7 @@ class WorkerShell:
         #: What its steps and its reads from peers take.
         self.fits = StepFits(
             max_step_tokens=hello.max_num_batched_tokens,
-            transfers=lambda: handoffs.fetches.chooser.transfer_costs,
+            transfers=handoffs.fetches.chooser.transfer_costs,
         )
         self._driver = HandoffDriver(
             handoffs=handoffs, perform=self._perform, clock=clock, is_checked=is_checked
