@@ -42,6 +42,12 @@ def block_keys(hashes: Sequence[BlockHash]) -> KeyArray:
     return np.maximum(words[:, 0], np.uint64(1))
 
 
+def are_distinct(keys: KeyArray) -> bool:
+    """Whether no key is there twice. O(n log n); several times as fast as np.unique."""
+    ordered = np.sort(keys)
+    return not bool((ordered[1:] == ordered[:-1]).any())
+
+
 def keys_digest(keys: KeyArray, tier: int = _DEVICE_TIER) -> int:
     """Sum mod 2^64 of a mix of each (key, tier): the same for any order, and a sum over parts.
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
-from moonpool.kv.block_key import KeyArray, keys_digest
+from moonpool.kv.block_key import KeyArray, are_distinct, keys_digest
 from moonpool.kv.key_table import KeyTable
 from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapshot
 
@@ -292,5 +292,5 @@ def _is_consistent(snapshot: SetSnapshot) -> bool:
         snapshot.head.count == len(keys)
         and snapshot.head.digest == keys_digest(keys)
         and bool(np.all(keys))
-        and len(np.unique(keys)) == len(keys)
+        and are_distinct(keys)
     )

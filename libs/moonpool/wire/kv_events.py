@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from moonpool.api.v1 import control_pb2, kv_pb2, worker_pb2
 from moonpool.ids import WorkerKey
-from moonpool.kv.block_key import KeyArray
+from moonpool.kv.block_key import KeyArray, are_distinct
 from moonpool.kv.published_set import EventBatch, SetHead, SetSnapshot
 from moonpool.wire.fields import between, decode, invalid
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
@@ -67,7 +67,7 @@ def decode_kv_events(data: bytes) -> KvEvents:
         raise invalid("removed_keys", "are given although everything is cleared")
     keys, parents = _keys_from_pb(message.stored, "stored")
     for path, values in (("removed_keys", removed), ("stored.keys", keys)):
-        if len(np.unique(values)) != len(values):
+        if not are_distinct(values):
             raise invalid(path, "has a key twice")
     return KvEvents(
         worker=worker_key_from_pb(message.worker, "worker"),
