@@ -1,25 +1,31 @@
-"""KeyTable: 64-bit keys, each with the set of its holders, as flat arrays that numpy probes at once.
+"""KeyTable: 64-bit keys, each with the set of its holders; and its form in numpy.
 
-Layout: buckets of 8 slots, filled from the left; a key belongs into the bucket that its low bits name, or,
-where that is full, into the next one with room. Holders are numbered; per 64 of them there is one array
-with a word per slot, bit h of it set if holder 64 * array + h has the slot's key.
+ArrayKeyTable keeps flat arrays that it probes for all keys of a call at once. Buckets of 8 slots are
+filled from the left; a key belongs into the bucket that its low bits name, or, where that is full, into
+the next one with room. Per 64 holders there is one array with a word per slot, bit h of it set if holder
+64 * array + h has the slot's key.
 
     keys      [ k k k . . . . . | k k k k k k k k | k . . . . . . . | ... ]     0: free
     holders   [ m m m           | m m m m m m m m | m               | ... ]     0: nobody holds it
 
 Rules
-- Keys are uniform already (kv/block_key.py): no hashing.
+- Keys are uniform already (kv/block_key.py): no hashing. Zero is no key.
 - A slot is never freed: a key without holders keeps its place until the table is rebuilt, so a probe may
   stop at the first bucket that has a free slot. It is rebuilt when more than half of the slots are used.
 - Memory: 16 bytes a slot (8 more per further 64 holders); 32 to 86 bytes a key that is held.
+
+The native library has the same in C (native/src/key_table.c), faster on the few keys of most calls.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.kv.block_key import KeyArray
+from moonpool.kv.block_key import KeyArray, keys_digest
 
 _BUCKET = 8
 _WORD_BITS = 64
@@ -31,8 +37,58 @@ _Indices = npt.NDArray[np.intp]
 _Flags = npt.NDArray[np.bool_]
 
 
-class KeyTable:
-    """See the file's head. Keys given to it are not zero and, where they are changed, distinct."""
+@dataclass(frozen=True, slots=True)
+class KeyChange:
+    """The keys whose holders a call changed. Positional, since one is made per call."""
+
+    num_keys: int
+    #: `keys_digest` of them.
+    digest: int
+
+
+class KeyTable(Protocol):
+    """Holders are numbered from 0; low numbers are cheap. Keys are uint64[n]; zeros among them are
+    ignored, and so is a key that comes twice.
+    """
+
+    def add(self, keys: KeyArray, holder: int) -> KeyChange:
+        """Note `holder` for these keys; what changed are those that it did not have."""
+        ...
+
+    def remove(self, keys: KeyArray, holder: int) -> KeyChange:
+        """Forget `holder` for these keys; what changed are those that it had."""
+        ...
+
+    def drop(self, holder: int) -> None:
+        """Forget `holder` for every key. One pass over the table."""
+        ...
+
+    def runs(self, keys: KeyArray) -> dict[int, int]:
+        """Per holder of keys[0]: how many keys from the first on it has without a gap.
+
+        Probes no further than the longest run.
+        """
+        ...
+
+    def keys_of(self, holder: int) -> KeyArray:
+        """What `holder` has, in no order. One pass over the table."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Keys with at least one holder."""
+        ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def validate(self) -> None:
+        """Check the table's form; raises AssertionError. O(size)."""
+        ...
+
+
+class ArrayKeyTable:
+    """KeyTable in numpy: see the file's head. Runs are probed in steps that double."""
 
     def __init__(self) -> None:
         self._keys: KeyArray = np.zeros(_MIN_SLOTS, np.uint64)
@@ -43,65 +99,56 @@ class KeyTable:
 
     @property
     def num_held(self) -> int:
-        """Keys with at least one holder."""
         return self._num_held
 
     @property
     def num_bytes(self) -> int:
         return self._keys.nbytes * (1 + len(self._holders))
 
-    def add(self, keys: KeyArray, holder: int) -> KeyArray:
-        """Note `holder` for distinct keys; returns those that it did not have."""
+    def add(self, keys: KeyArray, holder: int) -> KeyChange:
         word, bit = divmod(holder, _WORD_BITS)
         while word >= len(self._holders):
             self._holders.append(np.zeros(len(self._keys), np.uint64))
+        keys = _distinct(keys)
         slots = self._find(keys)
-        missing = slots < 0
-        if missing.any():
-            new = keys[missing]
-            if 2 * (self._num_used + len(new)) > len(self._keys):
-                self._rebuild(len(new))
-                slots = self._find(keys)
-            slots[missing] = self._place(new)
-        was_unheld = self._is_unheld(slots)
+        if 2 * (self._num_used + np.count_nonzero(slots < 0)) > len(self._keys):
+            self._rebuild(len(keys))
+            slots = self._find(keys)
+        is_missing = slots < 0
+        slots[is_missing] = self._place(keys[is_missing])
+        self._num_held += int(np.count_nonzero(self._is_unheld(slots)))
         column, flag = self._holders[word], np.uint64(1 << bit)
         before = column[slots]
         column[slots] = before | flag
-        self._num_held += int(np.count_nonzero(was_unheld))
-        return keys[(before & flag) == 0]
+        return _change(keys[(before & flag) == 0])
 
-    def remove(self, keys: KeyArray, holder: int) -> KeyArray:
-        """Forget `holder` for distinct keys; returns those that it had."""
+    def remove(self, keys: KeyArray, holder: int) -> KeyChange:
         word, bit = divmod(holder, _WORD_BITS)
+        if word >= len(self._holders):
+            return _change(keys[:0])
+        keys = _distinct(keys)
         slots = self._find(keys)
-        flag = np.uint64(1 << bit)
-        column = self._holders[word]
+        column, flag = self._holders[word], np.uint64(1 << bit)
         had = (slots >= 0) & ((column[slots] & flag) != 0)
         slots = slots[had]
         column[slots] &= ~flag
         self._num_held -= int(np.count_nonzero(self._is_unheld(slots)))
-        return keys[had]
+        return _change(keys[had])
 
     def drop(self, holder: int) -> None:
-        """Forget `holder` for every key. One pass over the table."""
         word, bit = divmod(holder, _WORD_BITS)
         if word < len(self._holders):
-            self._holders[word] &= np.uint64(~(1 << bit) % 2**64)
+            self._holders[word] &= ~np.uint64(1 << bit)
             self._num_held = int(np.count_nonzero(self._is_held()))
 
     def keys_of(self, holder: int) -> KeyArray:
-        """What `holder` has, in no order. One pass over the table."""
         word, bit = divmod(holder, _WORD_BITS)
         if word >= len(self._holders):
             return np.zeros(0, np.uint64)
         return self._keys[(self._holders[word] & np.uint64(1 << bit)) != 0]
 
     def runs(self, keys: KeyArray) -> dict[int, int]:
-        """Per holder of keys[0]: how many keys from the first on it has without a gap.
-
-        Probes as far as the longest run, in steps that double.
-        """
-        lengths: dict[int, int] = {}
+        runs: dict[int, int] = {}
         start, stop = 0, _FIRST_PROBE
         alive = [np.uint64(2**_WORD_BITS - 1)] * len(self._holders)
         while start < len(keys):
@@ -111,30 +158,17 @@ class KeyTable:
                 masks = np.where(is_found, column[slots], _FREE)
                 masks[0] &= alive[word]
                 np.bitwise_and.accumulate(masks, out=masks)
-                alive[word] = self._note_ends(lengths, masks, alive[word], word, start)
+                _tell_ended(runs, masks, alive[word], word, start)
+                alive[word] = masks[-1]
             if not any(alive):
-                return lengths
+                return runs
             start, stop = stop, 2 * stop
-        for word, mask in enumerate(alive):
-            _note(lengths, int(mask), word, len(keys))
-        return lengths
-
-    @staticmethod
-    def _note_ends(
-        lengths: dict[int, int], masks: KeyArray, alive: np.uint64, word: int, start: int
-    ) -> np.uint64:
-        """Note the holders whose runs end within `masks`, which only lose bits; who is left."""
-        last = masks[-1]
-        if last != alive:
-            before = np.concatenate((np.array([alive]), masks[:-1]))
-            for index in np.flatnonzero(masks != before).tolist():
-                if start + index:
-                    ended = int(before[index]) & ~int(masks[index])
-                    _note(lengths, ended, word, start + index)
-        return np.uint64(last)
+        if len(keys):
+            for word, mask in enumerate(alive):
+                _tell(runs, int(mask), word, len(keys))
+        return runs
 
     def validate(self) -> None:
-        """Check the table's form; raises AssertionError. O(slots)."""
         used = self._keys != 0
         assert np.count_nonzero(used) == self._num_used <= len(self._keys) // 2
         assert np.count_nonzero(self._is_held()) == self._num_held
@@ -215,8 +249,33 @@ class KeyTable:
         return is_unheld
 
 
-def _note(lengths: dict[int, int], mask: int, word: int, length: int) -> None:
+def _distinct(keys: KeyArray) -> KeyArray:
+    """Ascending, each once, without zero."""
+    keys = np.sort(keys)
+    is_first = keys != 0
+    is_first[1:] &= keys[1:] != keys[:-1]
+    return keys if is_first.all() else keys[is_first]
+
+
+def _change(keys: KeyArray) -> KeyChange:
+    return KeyChange(len(keys), keys_digest(keys))
+
+
+def _tell_ended(
+    runs: dict[int, int], masks: KeyArray, before: np.uint64, word: int, start: int
+) -> None:
+    """Tell the runs that end within `masks`, which only lose bits, from `before` on."""
+    if masks[-1] == before:
+        return
+    previous = np.concatenate((np.array([before]), masks[:-1]))
+    for index in np.flatnonzero(masks != previous).tolist():
+        # A run of no length is none.
+        if start + index:
+            _tell(runs, int(previous[index] & ~masks[index]), word, start + index)
+
+
+def _tell(runs: dict[int, int], mask: int, word: int, length: int) -> None:
     while mask:
         lowest = mask & -mask
-        lengths[word * _WORD_BITS + lowest.bit_length() - 1] = length
+        runs[word * _WORD_BITS + lowest.bit_length() - 1] = length
         mask ^= lowest

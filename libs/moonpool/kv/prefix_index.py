@@ -36,7 +36,7 @@ import numpy as np
 
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
 from moonpool.kv.block_key import KeyArray, are_distinct, keys_digest
-from moonpool.kv.key_table import KeyTable
+from moonpool.kv.key_table import ArrayKeyTable, KeyTable
 from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapshot
 
 #: Replaced incarnations remembered per worker; what is heard of older ones is long invalid.
@@ -67,14 +67,21 @@ class PrefixIndex:
     """See the file's head. What is heard of a worker that is not joined is ignored.
 
     Args:
+        table: Empty, and this index's own; in numpy if None.
         max_held_batches: Per worker: batches held while it is behind or wrong.
         max_held_keys: Per worker: keys in them.
     """
 
-    def __init__(self, *, max_held_batches: int = 1024, max_held_keys: int = 1 << 18) -> None:
+    def __init__(
+        self,
+        table: KeyTable | None = None,
+        *,
+        max_held_batches: int = 1024,
+        max_held_keys: int = 1 << 18,
+    ) -> None:
         self._max_held_batches = max_held_batches
         self._max_held_keys = max_held_keys
-        self._table = KeyTable()
+        self._table = ArrayKeyTable() if table is None else table
         self._followers: dict[WorkerKey, _Follower] = {}
         self._worker_by_number: dict[int, WorkerKey] = {}
         #: The last incarnation joined, followed or not.
@@ -146,16 +153,16 @@ class PrefixIndex:
         if follower is None:
             return False
         head = snapshot.head
-        is_newer = head.sequence > follower.head.sequence
-        if is_newer or (follower.is_wrong and head.sequence == follower.head.sequence):
-            if _is_consistent(snapshot):
-                self._table.drop(follower.number)
-                self._table.add(snapshot.keys, follower.number)
-                follower.head = head
-                follower.is_wrong = False
-                if follower.heard.sequence <= head.sequence:
-                    follower.heard = head
-                self._apply_held(follower)
+        is_older = head.sequence < follower.head.sequence
+        is_known = head.sequence == follower.head.sequence and not follower.is_wrong
+        if not (is_older or is_known) and _is_consistent(snapshot):
+            self._table.drop(follower.number)
+            self._table.add(snapshot.keys, follower.number)
+            follower.head = head
+            follower.is_wrong = False
+            if follower.heard.sequence <= head.sequence:
+                follower.heard = head
+            self._apply_held(follower)
         return follower.needs_snapshot
 
     # -- what is known --
@@ -272,8 +279,8 @@ class PrefixIndex:
             count = digest = 0
         removed = table.remove(batch.removed_keys, number)
         stored = table.add(batch.stored_keys, number)
-        count += len(stored) - len(removed)
-        digest += keys_digest(stored) - keys_digest(removed)
+        count += stored.num_keys - removed.num_keys
+        digest += stored.digest - removed.digest
         follower.head = SetHead(
             sequence=follower.head.sequence + 1, count=count, digest=digest % _WRAP
         )
