@@ -157,6 +157,38 @@ def up(
     request_timeout_s: Annotated[
         float | None, typer.Option(help="Deadline of a request that sets none.")
     ] = None,
+    router_mode: Annotated[
+        str | None,
+        typer.Option(
+            help="min_ttft, random, round_robin, least_loaded, prefix_affinity (SGLang's rule) or "
+            "dynamo_linear (Dynamo's KV router)."
+        ),
+    ] = None,
+    disagg_policy: Annotated[
+        str | None,
+        typer.Option(help="Local or remote prefill: measured, or threshold only."),
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="Time per token that decode workers may reach; 0: any.")
+    ] = None,
+    expected_output_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that an answer is expected to have.")
+    ] = None,
+    cache_threshold: Annotated[
+        float | None, typer.Option(help="prefix_affinity: share of a prompt that must match.")
+    ] = None,
+    balance_abs_threshold: Annotated[
+        int | None, typer.Option(help="prefix_affinity: requests out of balance, at least.")
+    ] = None,
+    balance_rel_threshold: Annotated[
+        float | None, typer.Option(help="prefix_affinity: ratio out of balance, at least.")
+    ] = None,
+    kv_overlap_score_weight: Annotated[
+        float | None, typer.Option(help="dynamo_linear: weight of a cached block.")
+    ] = None,
+    router_temperature: Annotated[
+        float | None, typer.Option(help="dynamo_linear: 0 takes the best, more draws.")
+    ] = None,
     nats_url: Annotated[
         str | None, typer.Option(help="A broker that runs elsewhere; default: start one.")
     ] = None,
@@ -205,6 +237,15 @@ def up(
         "router.is_strict": strict,
         "router.max_queued_requests": max_queued_requests,
         "router.request_timeout_s": request_timeout_s,
+        "router.placement.mode": router_mode,
+        "router.placement.disagg": disagg_policy,
+        "router.placement.slo_tpot_ms": slo_tpot_ms,
+        "router.placement.expected_output_tokens": expected_output_tokens,
+        "router.placement.cache_threshold": cache_threshold,
+        "router.placement.balance_abs_threshold": balance_abs_threshold,
+        "router.placement.balance_rel_threshold": balance_rel_threshold,
+        "router.placement.kv_overlap_score_weight": kv_overlap_score_weight,
+        "router.placement.router_temperature": router_temperature,
         "worker.block_size": block_size,
         "worker.num_blocks": num_blocks,
         "worker.kv_cache_memory_bytes": kv_cache_memory_bytes,
@@ -294,6 +335,22 @@ def trace(
 
     target = find_target(address=address, api_key=api_key, data_dir=data_dir)
     return run_trace(request_id, target, is_json=as_json)
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As chat, demo and answers name it.")],
+    address: Address = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Show why one request went where: every term of every candidate."""
+    from moonpool.cli.explain import run_explain
+    from moonpool.cli.target import find_target
+
+    target = find_target(address=address, api_key=api_key, data_dir=data_dir)
+    return run_explain(request_id, target, is_json=as_json)
 
 
 @app.command()

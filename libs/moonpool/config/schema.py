@@ -24,6 +24,10 @@ from moonpool.config.values import CpuList, SizeBytes, is_loopback, is_wildcard
 
 Dtype = Literal["float32", "bfloat16"]
 RoleName = Literal["prefill", "decode", "both"]
+#: moonpool.routing.config.PolicyName
+RouterMode = Literal[
+    "min_ttft", "random", "round_robin", "least_loaded", "prefix_affinity", "dynamo_linear"
+]
 TransportName = Literal["shm", "nixl", "grpc"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -73,6 +77,43 @@ class NatsSettings(Section):
         return self.url is None
 
 
+class PlacementSettings(Section):
+    """Which workers a request goes to, and the numbers of each policy."""
+
+    #: Hyphens may stand for underscores.
+    mode: RouterMode = "min_ttft"
+    #: Prefill on the decode worker or elsewhere: `measured` by what both are predicted to take (and by
+    #: the threshold until something is measured), `threshold` always by `local_prefill_tokens`.
+    disagg: Literal["measured", "threshold"] = "measured"
+    #: min_ttft, and where `disagg` is measured: time per token that a decode worker may be predicted to
+    #: reach; 0: any.
+    slo_tpot_ms: float = Field(default=100.0, ge=0, le=3_600_000)
+    #: min_ttft: predictions this close to the best one are equal; the lower time per token decides.
+    ttft_slack: float = Field(default=0.05, ge=0, le=10)
+    #: How long an answer is expected to become, if its client does not bound it lower.
+    expected_output_tokens: int = Field(default=256, ge=1, le=2**20)
+    #: Name the peer that holds more of a request's prefix than the worker that prefills it.
+    names_peers: bool = True
+    #: prefix_affinity: share of a prompt that must match for the match to decide.
+    cache_threshold: float = Field(default=0.5, ge=0, le=1)
+    #: prefix_affinity: the load is out of balance beyond both this difference and this ratio.
+    balance_abs_threshold: int = Field(default=32, ge=0, le=1_000_000)
+    balance_rel_threshold: float = Field(default=1.1, ge=1, le=1_000)
+    #: dynamo_linear: what a cached block counts against a block to prefill.
+    kv_overlap_score_weight: float = Field(default=1.0, ge=0, le=1_000)
+    #: dynamo_linear: 0 takes the best worker, more draws by softmax.
+    router_temperature: float = Field(default=0.0, ge=0, le=1_000)
+    #: Of what policies draw.
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    #: Requests whose placements a router keeps for `moonpool explain`.
+    num_kept_decisions: int = Field(default=256, ge=0, le=100_000)
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _allow_hyphens(cls, value: object) -> object:
+        return value.replace("-", "_") if isinstance(value, str) else value
+
+
 class RouterSettings(Section):
     """The front door."""
 
@@ -97,6 +138,7 @@ class RouterSettings(Section):
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3_600)
     #: Workers (host:port) to connect to beside those that announce themselves on the bus.
     seeds: tuple[Address, ...] = ()
+    placement: PlacementSettings = PlacementSettings()
     cpus: CpuList = ()
 
     @model_validator(mode="after")

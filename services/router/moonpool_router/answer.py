@@ -24,6 +24,7 @@ from moonpool.inference.generation import (
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.ttft import FirstTokenMoments, split_ttft
+from moonpool.routing.disagg_decider import DisaggDecision
 from moonpool_router.answer_trace import AnswerTrace
 from moonpool_router.books import RouterBooks
 
@@ -221,8 +222,19 @@ class Answer:
             prefill_worker=prefill_key.worker_id if prefill_key is not None else "",
             decode_worker=decode_key.worker_id if decode_key is not None else "",
             num_attempts=self._num_attempts,
-            reason=(
-                f"{decision.reason}: {decision.num_uncached_tokens} uncached tokens, threshold "
-                f"{decision.threshold_tokens}, {decision.num_prefill_workers} prefill workers"
-            ),
+            reason=_reason(decision),
         )
+
+
+def _reason(decision: DisaggDecision) -> str:
+    """Why it was prefilled where it was, in words."""
+    words = (
+        f"{decision.reason}: {decision.num_uncached_tokens} uncached tokens, threshold "
+        f"{decision.threshold_tokens}, {decision.num_prefill_workers} prefill workers"
+    )
+    if (prediction := decision.prediction) is None:
+        return words
+    return (
+        f"{words}, {prediction.local_s * 1e3:.0f} ms on the decode worker, "
+        f"{prediction.remote_s * 1e3:.0f} ms elsewhere"
+    )

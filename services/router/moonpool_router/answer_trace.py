@@ -5,6 +5,10 @@ from __future__ import annotations
 from moonpool.dispatch.effects import EndRequest, Placement
 from moonpool.telemetry import names
 from moonpool.telemetry.spans import OpenSpan, Tracer
+from moonpool_router.placement_facts import placement_facts
+
+#: Facts that have attributes of their own, or belong to the attempt before.
+_OWN_NAMES = frozenset({"attempt", "reason", "after"})
 
 
 class AnswerTrace:
@@ -26,20 +30,18 @@ class AnswerTrace:
             self._open.fail(placement.previous_outcome)
             self.root.event(names.EVENT_MIGRATED, reason=placement.previous_outcome)
         self._open.end()
-        decision = placement.decision
         self._open = self._tracer.start(
             names.SPAN_ATTEMPT,
             parent=self.root.context,
             attributes={
                 names.ATTR_REQUEST_ID: placement.request_id,
                 names.ATTR_ATTEMPT: placement.attempt,
-                names.ATTR_REASON: decision.reason.value,
-                "moonpool.decode_worker": str(placement.decode.key),
-                "moonpool.prefill_worker": (
-                    str(placement.prefill.key) if placement.prefill is not None else ""
-                ),
-                "moonpool.num_uncached_tokens": decision.num_uncached_tokens,
-                "moonpool.threshold_tokens": decision.threshold_tokens,
+                names.ATTR_REASON: placement.decision.reason.value,
+                **{
+                    f"moonpool.{name}": fact
+                    for name, fact in placement_facts(placement).items()
+                    if name not in _OWN_NAMES
+                },
             },
         )
 

@@ -30,8 +30,6 @@ from moonpool.dispatch.membership import Membership, MembershipConfig
 from moonpool.errors import UnavailableError
 from moonpool.failpoints import Failpoints
 from moonpool.kv.prefix_index import PrefixIndex
-from moonpool.routing.config import RoutingConfig
-from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.routing.prefix_matcher import PrefixMatcher
 from moonpool.rpc.options import PUBLIC_MESSAGE_BYTES
 from moonpool.rpc.server import RpcServer
@@ -54,6 +52,7 @@ from moonpool_router.http_door import HttpDoor, HttpSettings
 from moonpool_router.index_feed import IndexFeed
 from moonpool_router.inference_door import InferenceDoor
 from moonpool_router.pipeline import PipelineLimits, RequestPipeline
+from moonpool_router.placement_config import routing_config
 from moonpool_router.served_model import ServedModel
 from moonpool_router.worker_links import WorkerLinks
 
@@ -242,6 +241,7 @@ class RouterService:
     # -- parts --
 
     async def _listen(self, life: Life, pipeline: RequestPipeline, traces: TraceRing) -> RpcServer:
+        assert self._loop is not None
         settings = self._config.router
         server = self._server = RpcServer(
             host=settings.host,
@@ -256,7 +256,12 @@ class RouterService:
         )
         server.add(
             admin_pb2_grpc.add_RouterAdminServicer_to_server,
-            AdminDoor(self._snapshot, traces),
+            AdminDoor(
+                self._snapshot,
+                traces,
+                placements=self._loop.placements,
+                now=self._clock.now,
+            ),
             admin_door.SERVICE,
         )
         await server.start()
@@ -301,16 +306,13 @@ class RouterService:
         return export
 
     def _dispatch_config(self) -> DispatchConfig:
-        threshold_tokens = self._config.common.local_prefill_tokens
-        busy_tokens = DisaggConfig().busy_threshold_tokens
+        router = self._config.router
         return DispatchConfig(
-            routing=RoutingConfig(
-                disagg=DisaggConfig(
-                    threshold_tokens=threshold_tokens,
-                    busy_threshold_tokens=max(busy_tokens, threshold_tokens),
-                )
+            routing=routing_config(
+                router.placement, local_prefill_tokens=self._config.common.local_prefill_tokens
             ),
-            max_queued_requests=self._config.router.max_queued_requests,
+            max_queued_requests=router.max_queued_requests,
+            num_kept_decisions=router.placement.num_kept_decisions,
         )
 
     def _not_ready_because(self) -> str:

@@ -52,7 +52,6 @@ from moonpool.failpoints import Failpoints
 from moonpool.handoff.messages import RouterMessage
 from moonpool.ids import RequestId, WorkerKey
 from moonpool.kv.block_hash import ModelNamespace
-from moonpool.routing.selection import Selection
 from moonpool.routing.worker_view import WorkerInfo
 from moonpool.telemetry import names
 from moonpool.telemetry.spans import TraceRing
@@ -61,6 +60,7 @@ from moonpool.wire.spans import Span
 from moonpool.wire.worker import LoadReport, WorkerHello
 from moonpool_router.answer import Answer, PrefillTimes
 from moonpool_router.compatibility import Compatibility
+from moonpool_router.placement_facts import placement_facts
 
 #: After the last decode-capable worker is gone, new requests wait this long for another before they
 #: are refused at once: a worker that crashed is back by then.
@@ -198,6 +198,9 @@ class DispatchLoop:
             role=hello.role,
             address=address,
             block_size=hello.namespace.block_size,
+            bytes_per_token=sum(region.layout.block_bytes for region in hello.regions)
+            // hello.namespace.block_size,
+            num_layers=max((region.layout.num_layers for region in hello.regions), default=1),
         )
         self._hellos[hello.worker] = hello
         incompatibility = self._compatibility.incompatibility(hello)
@@ -265,6 +268,10 @@ class DispatchLoop:
 
     def members(self) -> tuple[Member, ...]:
         return self._membership.members()
+
+    def placements(self, request_id: RequestId) -> tuple[Placement, ...]:
+        """Why one of the newest requests went where; empty if it is not known, or no longer."""
+        return self._dispatcher.decisions(request_id)
 
     def load(self, key: WorkerKey) -> LoadReport | None:
         """As of the worker's last frame."""
@@ -366,22 +373,7 @@ class DispatchLoop:
         )
 
     def _log_placement(self, placement: Placement) -> None:
-        decision = placement.decision
-        log.info(
-            "request.placed",
-            request_id=placement.request_id,
-            attempt=placement.attempt,
-            decode=str(placement.decode.key),
-            prefill=str(placement.prefill.key) if placement.prefill else None,
-            reason=decision.reason,
-            num_uncached_tokens=decision.num_uncached_tokens,
-            num_cached_tokens=decision.num_cached_tokens,
-            threshold_tokens=decision.threshold_tokens,
-            least_queued_tokens=decision.least_queued_tokens,
-            decode_scores=_scores(placement.decode),
-            prefill_scores=_scores(placement.prefill) if placement.prefill else None,
-            after=placement.previous_outcome or None,
-        )
+        log.info("request.placed", request_id=placement.request_id, **placement_facts(placement))
 
     def _log_end(self, end: EndRequest) -> None:
         log.info(
@@ -395,13 +387,3 @@ class DispatchLoop:
             num_attempts=end.usage.num_attempts,
             num_failures=end.usage.num_failures,
         )
-
-
-def _scores(selection: Selection) -> dict[str, str]:
-    """Each candidate's score, or why it has none."""
-    return {
-        str(candidate.key): (
-            f"{candidate.score:g}" if candidate.score is not None else str(candidate.filtered)
-        )
-        for candidate in selection.candidates
-    }
