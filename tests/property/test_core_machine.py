@@ -84,7 +84,7 @@ class CoreMachine(RuleBasedStateMachine):
         request_id=tracked,
         worker=st.integers(0, NUM_WORKERS - 1),
         source=st.sampled_from([None, *range(NUM_WORKERS)]),
-        num_peer_tokens=st.sampled_from([0, 0, 4, 8, 40]),
+        num_peer_tokens=st.sampled_from([0, 8, 40]),
     )
     def place(
         self, request_id: RequestId, worker: int, source: int | None, num_peer_tokens: int

@@ -65,7 +65,7 @@ class Walk:
             (30, self.step),
             (25, self.deliver),
             (20, self.read),
-            (20, self.fetch),
+            (8, self.fetch),
             (2, self.give_up_fetching),
             (2, self.lock),
             (3, self.unlock),
@@ -73,7 +73,7 @@ class Walk:
             (2, self.abort),
             (4, self.end_stray_read),
             (4, self.cluster.scribble),
-            (1, self.clear_cache),
+            (3, self.clear_cache),
             (3, self.repeat_something),
         ]
         weights = [weight for weight, _ in moves]
@@ -125,7 +125,7 @@ class Walk:
         if waiting:
             target = self.rng.randrange(NUM_WORKERS)
             source = 1 - target if self.rng.random() < 0.6 else None
-            num_peer_tokens = self.rng.choice([0, 0, 4, 8, 40])
+            num_peer_tokens = self.rng.choice([0, 8, 40, 40])
             tracked = self.rng.choice(waiting)
             self.cluster.place(tracked, target, source, num_peer_tokens=num_peer_tokens)
 

@@ -42,12 +42,13 @@ def make_runner(
     num_blocks: int = 256,
     max_num_seqs: int = 16,
     layout: KvLayout | None = None,
+    buffer: bytearray | None = None,
 ) -> ModelRunner:
-    """A runner over a pool of its own."""
+    """A runner over `buffer`, or over a pool of its own."""
     layout = layout or model_dir.config.kv_layout(num_blocks, dtype)
     return load_runner(
         model_dir,
-        bytearray(layout.pool_bytes),
+        bytearray(layout.pool_bytes) if buffer is None else buffer,
         layout,
         dtype=dtype,
         max_num_seqs=max_num_seqs,
@@ -55,13 +56,16 @@ def make_runner(
 
 
 def make_core(num_blocks: int, **limits: int) -> Core:
-    """A core, by default checked after every move, with a namespace of its own."""
+    """A core, by default checked after every move, with a namespace for each tenant."""
     config = CoreConfig(num_blocks=num_blocks, **{"is_checked": True, **limits})
-    return Core(config, lambda _request: NamespaceSeed(b"tests".ljust(32, b"\0")))
+    return Core(config, lambda request: NamespaceSeed(request.tenant.encode().ljust(32, b"\0")))
 
 
 def make_requests(
-    prompts: Iterable[Sequence[int]], sampling: SamplingParams = GREEDY, first: int = 0
+    prompts: Iterable[Sequence[int]],
+    sampling: SamplingParams = GREEDY,
+    first: int = 0,
+    tenant: str = "default",
 ) -> list[InferenceRequest]:
     return [
         InferenceRequest(
@@ -70,6 +74,7 @@ def make_requests(
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
             arrival_unix_s=float(number),
+            tenant=tenant,
         )
         for number, prompt in enumerate(prompts, start=first)
     ]

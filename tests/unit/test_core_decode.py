@@ -76,9 +76,9 @@ def test_prefill_and_decode_here() -> None:
         [Row(0, 6, 7, [], [0, 1], 1)],
         [Row(0, 7, 8, [], [0, 1], 2)],
     ]
-    # A decode's blocks get leaves when they are full; nothing is zeroed.
+    # A decode's blocks get leaves when they are full; what a block begins with is never another's.
     assert [plan.leaf_block_ids.tolist() for plan in worker.runner.plans] == [[0], [], [1]]
-    assert all(len(plan.zero_tails) == 0 for plan in worker.runner.plans)
+    assert [plan.zero_tails.tolist() for plan in worker.runner.plans] == [[[1, 2]], [], []]
     assert worker.core.ledger() == BlockLedger(
         num_total=16, num_free=14, num_cached=2, num_referenced=0
     )

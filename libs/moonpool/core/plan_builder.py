@@ -19,7 +19,10 @@ def build_plan(step: int, rows: list[ScheduledRow]) -> StepPlan:
     Arrays are views of the requests' buffers, at places that are never written again.
 
     A block gets its leaves in the step that writes its last token. A prefill's last, partly filled
-    block gets them too, its unused slots zeroed: a decode worker reads it.
+    block gets them too: a decode worker reads it.
+
+    Whatever a block held before, it may be another tenant's: the step that writes the first token into
+    it zeroes the slots that it does not fill.
     """
     leaf_block_ids: list[int] = []
     zero_tails: list[tuple[int, int]] = []
@@ -29,9 +32,11 @@ def build_plan(step: int, rows: list[ScheduledRow]) -> StepPlan:
         first, last = row.start // size, row.end // size
         if last > first:
             leaf_block_ids += state.block_ids[first:last]
-        if state.role is Role.PREFILL and row.is_sampling and row.end % size:
-            leaf_block_ids.append(state.block_ids[last])
-            zero_tails.append((state.block_ids[last], row.end % size))
+        if row.end % size:
+            if row.start <= last * size:
+                zero_tails.append((state.block_ids[last], row.end % size))
+            if state.role is Role.PREFILL and row.is_sampling:
+                leaf_block_ids.append(state.block_ids[last])
     return StepPlan(
         step=step,
         rows=tuple(_step_row(row) for row in rows),

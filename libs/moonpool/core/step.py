@@ -56,7 +56,8 @@ class StepPlan:
     rows: tuple[StepRow, ...]
     #: int32[n]: blocks whose values are final after this step: each layer's leaf digest is written.
     leaf_block_ids: Int32Array
-    #: int32[m, 2] of (block id, first unused slot): zeroed in each layer before its leaf is written.
+    #: int32[m, 2] of (block id, first unused slot): blocks that this step begins and does not fill.
+    #: Zeroed in each layer before anybody reads it: attention, and whoever writes leaves.
     zero_tails: Int32Array
 
     @property
