@@ -1,8 +1,9 @@
-"""The C library: copies, leaf digests and the control page, with a numpy and xxhash fallback.
+"""The C library: copies, leaf digests, the control page, and the arithmetic of a decode step.
 
     kernels()   what does the work       status()   which form that is, and why
 
-One shared library in plain C, called by ctypes: it knows neither Python nor torch.
+One shared library in plain C, called by ctypes: it knows neither Python nor torch. Without it numpy and
+xxhash do the same, except the arithmetic, which is then left to torch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from moonpool.native.kernels import (
     CopyRoute,
     CopyStream,
     CopyTicket,
+    DecodeAttention,
     Kernels,
     LayerFinisher,
+    PackedLinear,
     Progress,
 )
 from moonpool.native.loading import NativeStatus, kernels, status
@@ -35,11 +38,13 @@ __all__ = [
     "CopyRoute",
     "CopyStream",
     "CopyTicket",
+    "DecodeAttention",
     "Kernels",
     "LayerFinisher",
     "LeafCheckArray",
     "LeafGeometry",
     "NativeStatus",
+    "PackedLinear",
     "Progress",
     "RangeError",
     "kernels",

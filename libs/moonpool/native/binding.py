@@ -15,9 +15,9 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 3
+ABI_VERSION = 4
 
-_RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail"}
+_RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
 
 
@@ -74,6 +74,45 @@ class JobStruct(ctypes.Structure):
     )
 
 
+class LinearStruct(ctypes.Structure):
+    """`mp_linear`."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_in", ctypes.c_int64),
+        ("num_out", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
+    )
+
+
+class AttentionStruct(ctypes.Structure):
+    """`mp_attention`."""
+
+    _fields_ = (
+        ("pool", ctypes.c_void_p),
+        ("geometry", GeometryStruct),
+        ("group_size", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+class DecodeRowsStruct(ctypes.Structure):
+    """`mp_decode_rows`."""
+
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("num_indices", ctypes.c_int64),
+        ("max_length", ctypes.c_int64),
+        ("indptr", ctypes.c_void_p),
+        ("indices", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+    )
+
+
 class LoadError(Exception):
     """The library is missing, of another ABI version, or cannot be loaded here."""
 
@@ -90,6 +129,15 @@ class NativeLibrary:
     working: ctypes.CDLL
     #: For calls of less than a few microseconds: the lock is kept.
     brief: ctypes.PyDLL
+
+    def kernel(self, name: str, isa: str | None) -> Any:  # Any: a ctypes function
+        """A working function in the variant that suits this machine, or in that named `isa`."""
+        function = getattr(self.working, name)
+        if isa is None:
+            return function
+        variant = getattr(self.working, f"{name}_{isa}")
+        variant.restype, variant.argtypes = function.restype, function.argtypes
+        return variant
 
 
 def load_library(path: Path) -> NativeLibrary:
@@ -150,6 +198,8 @@ def load_library(path: Path) -> NativeLibrary:
                 pointer,
             )
         ),
+        mp_multiply=(None, pointer, pointer, int64, pointer),
+        mp_attend=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
         mp_queue_create=(pointer, int32),
         mp_queue_close=(None, pointer),
     )

@@ -14,18 +14,29 @@ from moonpool.native.binding import (
     page_address,
     raise_for,
 )
+from moonpool.native.compiled_attention import CompiledDecodeAttention
+from moonpool.native.compiled_linear import CompiledLinear
 from moonpool.native.compiled_queue import CompiledCopyQueue
 from moonpool.native.geometry import (
     LEAF_CHECK_DTYPE,
     BoolArray,
     ByteArray,
     DigestArray,
+    Float32Array,
     Int32Array,
     Int64Array,
     LeafCheckArray,
     LeafGeometry,
+    WeightArray,
 )
-from moonpool.native.kernels import ControlPage, CopyQueue, LayerFinisher, Progress
+from moonpool.native.kernels import (
+    ControlPage,
+    CopyQueue,
+    DecodeAttention,
+    LayerFinisher,
+    PackedLinear,
+    Progress,
+)
 
 
 class CompiledKernels:
@@ -36,7 +47,7 @@ class CompiledKernels:
 
     @property
     def isa(self) -> str:
-        """Which variant of the digest the library chose: baseline, avx2 or avx512."""
+        """Which variant of its kernels the library chose: baseline, avx2 or avx512."""
         name: bytes = self._library.brief.mp_isa()
         return name.decode()
 
@@ -124,6 +135,18 @@ class CompiledKernels:
         )
         raise_for(result.status, result.index)
         return is_bad
+
+    def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
+        return CompiledLinear(self._library, weight, bias)
+
+    def decode_attention(
+        self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
+    ) -> DecodeAttention | None:
+        if geometry.token_bytes % (32 if is_bfloat16 else 64):
+            return None
+        return CompiledDecodeAttention(
+            self._library, pool, geometry, group_size=group_size, is_bfloat16=is_bfloat16
+        )
 
     def copy_queue(self) -> CopyQueue:
         return CompiledCopyQueue(self._library)

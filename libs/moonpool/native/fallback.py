@@ -20,11 +20,13 @@ from moonpool.native.geometry import (
     BoolArray,
     ByteArray,
     DigestArray,
+    Float32Array,
     Int32Array,
     Int64Array,
     LeafCheckArray,
     LeafGeometry,
     RangeError,
+    WeightArray,
 )
 from moonpool.native.kernels import (
     ControlPage,
@@ -33,7 +35,9 @@ from moonpool.native.kernels import (
     CopyRoute,
     CopyStream,
     CopyTicket,
+    DecodeAttention,
     LayerFinisher,
+    PackedLinear,
     Progress,
 )
 
@@ -105,6 +109,14 @@ class FallbackKernels:
         for from_, to, length in spans.tolist():
             target[to : to + length] = source[from_ : from_ + length]
         return self.verify_leaves(target, geometry, checks)
+
+    def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
+        return None
+
+    def decode_attention(
+        self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
+    ) -> DecodeAttention | None:
+        return None
 
     def copy_queue(self) -> CopyQueue:
         return FallbackCopyQueue(self)

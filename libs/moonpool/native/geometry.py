@@ -14,6 +14,9 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 DigestArray = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
+#: float32, or bfloat16 as the uint16 of its bits.
+WeightArray = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 #: An array of LEAF_CHECK_DTYPE.
 LeafCheckArray = npt.NDArray[np.void]
 

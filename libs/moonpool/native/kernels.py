@@ -13,10 +13,12 @@ from moonpool.native.geometry import (
     BoolArray,
     ByteArray,
     DigestArray,
+    Float32Array,
     Int32Array,
     Int64Array,
     LeafCheckArray,
     LeafGeometry,
+    WeightArray,
 )
 
 
@@ -169,6 +171,47 @@ class CopyQueue(Protocol):
         ...
 
 
+class PackedLinear(Protocol):
+    """y = x W^T + b for rows of float32. A row's result is the same bits in any batch."""
+
+    num_in: int
+    num_out: int
+    #: Of the packed weight.
+    size_bytes: int
+
+    def multiply(self, x: int, num_rows: int, y: int) -> None:
+        """Addresses of contiguous float32[num_rows, num_in] and float32[num_rows, num_out].
+
+        They are not checked: a check would cost as much as the call.
+        """
+        ...
+
+
+class DecodeAttention(Protocol):
+    """Attention of rows of one query token over a paged pool, bound to that pool."""
+
+    def plan(self, indptr: Int32Array, indices: Int32Array, lengths: Int64Array) -> None:
+        """The rows of the next runs; keeps the arrays until the next plan.
+
+        Args:
+            indptr: int32[rows + 1]: the blocks of row r are indices[indptr[r] : indptr[r + 1]].
+            lengths: int64[rows]: tokens that each row sees.
+        """
+        ...
+
+    def run(self, layer: int, query: int, query_stride: int, out: int) -> None:
+        """out[row] = attention of query[row].
+
+        Args:
+            query: Address of float32[rows, heads, head_dim], the rows `query_stride` elements apart.
+            out: Address of contiguous float32[rows, heads * head_dim]; neither is checked.
+
+        Raises:
+            RangeError: A layer, row or block is out of bounds; nothing was written.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """Calls release the interpreter lock in the compiled form."""
 
@@ -216,6 +259,23 @@ class Kernels(Protocol):
 
         Returns:
             bool[len(checks)]: True where the copy's digest differs from `expected`.
+        """
+        ...
+
+    def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
+        """A copy of `weight` [out, in]; None without the C library: torch's product is faster then.
+
+        Raises:
+            ValueError: The weight or float32[out] bias is of another type or shape.
+        """
+        ...
+
+    def decode_attention(
+        self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
+    ) -> DecodeAttention | None:
+        """`group_size` query heads share a KV head; the planes hold K, then V.
+
+        None without the C library, and for heads that are not whole vectors of 16.
         """
         ...
 

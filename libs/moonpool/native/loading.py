@@ -38,7 +38,7 @@ def _loaded() -> tuple[Kernels, NativeStatus]:
             "Build it with: python -m moonpool.native.build",
         )
     return kernels, NativeStatus(
-        is_compiled=True, isa=kernels.isa, message=f"C library, {kernels.isa} digests"
+        is_compiled=True, isa=kernels.isa, message=f"C library, {kernels.isa} kernels"
     )
 
 

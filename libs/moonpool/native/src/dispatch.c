@@ -1,15 +1,31 @@
-/* Chooses the leaf digest for the machine that the library was loaded on. */
+/* Chooses each kernel's variant for the machine that the library was loaded on. */
 #include "moonpool_native.h"
 
-uint64_t mp_leaf_digest_baseline(const uint8_t *, int64_t, int64_t, int64_t);
+#define DECLARE(isa)                                                                        \
+    uint64_t mp_leaf_digest_##isa(const uint8_t *, int64_t, int64_t, int64_t);              \
+    void mp_multiply_##isa(const mp_linear *, const float *, int64_t, float *);             \
+    void mp_attend_##isa(const mp_attention *, int64_t, const mp_decode_rows *, const float *, \
+                         int64_t, float *, mp_result *);
+
+#define CHOOSE(isa)                              \
+    do {                                         \
+        mp_leaf_digest = mp_leaf_digest_##isa;   \
+        multiply = mp_multiply_##isa;            \
+        attend = mp_attend_##isa;                \
+        chosen_isa = #isa;                       \
+    } while (0)
+
+DECLARE(baseline)
 #ifdef MP_HAVE_AVX2
-uint64_t mp_leaf_digest_avx2(const uint8_t *, int64_t, int64_t, int64_t);
+DECLARE(avx2)
 #endif
 #ifdef MP_HAVE_AVX512
-uint64_t mp_leaf_digest_avx512(const uint8_t *, int64_t, int64_t, int64_t);
+DECLARE(avx512)
 #endif
 
 mp_leaf_digest_fn mp_leaf_digest = mp_leaf_digest_baseline;
+static mp_multiply_fn multiply = mp_multiply_baseline;
+static mp_attend_fn attend = mp_attend_baseline;
 static const char *chosen_isa = "baseline";
 
 __attribute__((constructor)) static void choose(void)
@@ -18,16 +34,12 @@ __attribute__((constructor)) static void choose(void)
     __builtin_cpu_init();
 #endif
 #ifdef MP_HAVE_AVX2
-    if (__builtin_cpu_supports("avx2")) {
-        mp_leaf_digest = mp_leaf_digest_avx2;
-        chosen_isa = "avx2";
-    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        CHOOSE(avx2);
 #endif
 #ifdef MP_HAVE_AVX512
-    if (__builtin_cpu_supports("avx512f")) {
-        mp_leaf_digest = mp_leaf_digest_avx512;
-        chosen_isa = "avx512";
-    }
+    if (__builtin_cpu_supports("avx512f"))
+        CHOOSE(avx512);
 #endif
 }
 
@@ -39,4 +51,15 @@ MP_EXPORT const char *mp_isa(void) { return chosen_isa; }
 MP_EXPORT uint64_t mp_digest(const uint8_t *bytes, int64_t num_bytes)
 {
     return mp_leaf_digest(bytes, num_bytes, num_bytes, 1);
+}
+
+MP_EXPORT void mp_multiply(const mp_linear *linear, const float *x, int64_t num_rows, float *y)
+{
+    multiply(linear, x, num_rows, y);
+}
+
+MP_EXPORT void mp_attend(const mp_attention *attention, int64_t layer, const mp_decode_rows *rows,
+                         const float *query, int64_t query_stride, float *out, mp_result *result)
+{
+    attend(attention, layer, rows, query, query_stride, out, result);
 }

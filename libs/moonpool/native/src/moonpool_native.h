@@ -1,5 +1,6 @@
 /*
- * The native part of Moonpool: copies of KV blocks, their digests, and the control page.
+ * The native part of Moonpool: copies of KV blocks, their digests, the control page, and the arithmetic
+ * of a decode step.
  *
  * Rules
  *  - Plain C11 and POSIX threads. No Python and no torch: the library is called through ctypes, which
@@ -22,7 +23,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 3
+#define MP_ABI_VERSION 4
 
 enum {
     MP_OK = 0,
@@ -34,6 +35,7 @@ enum {
     MP_SLOT_OUT_OF_BOUNDS = 6,
     MP_CLOSED = 7,
     MP_SYSTEM = 8,
+    MP_ROW_OUT_OF_BOUNDS = 9,
 };
 
 /* Where the leaves of one group of layers lie in a pool. All bytes, all int64. */
@@ -101,6 +103,46 @@ typedef struct {
 
 void mp_scatter_verify(const mp_stream *stream, const uint8_t *source, int64_t source_bytes,
                        int64_t begin, mp_result *result);
+
+enum { MP_LINEAR_PANEL = 16 };
+
+/* A weight in panels; see linear.c. */
+typedef struct {
+    const void *panels;
+    const float *bias; /* padded to whole panels, or NULL */
+    int64_t num_in;
+    int64_t num_out;
+    int64_t is_bfloat16; /* else float32 */
+} mp_linear;
+
+/* y[num_rows, num_out] for x[num_rows, num_in]. Both are the caller's, who knows their sizes. */
+typedef void (*mp_multiply_fn)(const mp_linear *linear, const float *x, int64_t num_rows, float *y);
+
+/* A pool to attend to; see attention.c. The first plane is K, the second V. */
+typedef struct {
+    const uint8_t *pool;
+    mp_geometry geometry;
+    int64_t group_size; /* query heads that share a KV head */
+    int64_t head_dim;   /* whole vectors of 16 */
+    int64_t is_bfloat16; /* else float32 */
+    float scale;
+} mp_attention;
+
+/* Rows of one query token each. */
+typedef struct {
+    int64_t num_rows;
+    int64_t num_indices;
+    int64_t max_length;     /* at least every length, whole vectors of 16 */
+    const int32_t *indptr;  /* int32[num_rows + 1] */
+    const int32_t *indices; /* int32[num_indices]: the blocks of row r from indptr[r] on */
+    const int64_t *lengths; /* int64[num_rows]: tokens that the row sees */
+    float *scores;          /* float[3, max_length] to work in */
+} mp_decode_rows;
+
+/* out[num_rows, heads * head_dim]; the rows of `query` are `query_stride` floats apart. */
+typedef void (*mp_attend_fn)(const mp_attention *attention, int64_t layer,
+                             const mp_decode_rows *rows, const float *query, int64_t query_stride,
+                             float *out, mp_result *result);
 
 MP_EXPORT void mp_publish(void *page, uint64_t step, uint32_t layers_done);
 MP_EXPORT int64_t mp_ring(int32_t eventfd);

@@ -1,0 +1,269 @@
+/*
+ * Attention of rows of one token (decode) over the paged pool, straight from its blocks: nothing is
+ * gathered, and every key and value is read once. Compiled once per instruction set (vectors.h).
+ *
+ * One KV head of one row at a time, with the query heads that share it:
+ *
+ *   1. scores[query][token] = query . key * scale, block after block
+ *   2. the exponentials of (score - largest score), and their sum
+ *   3. out[query][dim] = sum over tokens of exponential * value[token][dim], over that sum
+ *
+ * All arithmetic is float32, whatever the pool holds. A row's result depends on its own query, keys and
+ * values only, not on the other rows of the batch.
+ */
+#include "moonpool_native.h"
+#include "vectors.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    MAX_QUERIES = 3, /* query heads at once */
+    MAX_TOKENS = 4,  /* keys at once */
+    MAX_VECTORS = 8, /* vectors of a value at once */
+};
+
+/* What one KV head of one row needs. */
+typedef struct {
+    const mp_attention *attention;
+    const uint8_t *keys; /* of block 0: this layer and head */
+    const uint8_t *values;
+    const int32_t *blocks;
+    int64_t length; /* tokens */
+} head;
+
+MP_INLINE floats load(const uint8_t *at, int is_bfloat16, int64_t element)
+{
+    if (is_bfloat16)
+        return (floats)(__builtin_convertvector(*(const stored_halves *)(at + 2 * element), words)
+                        << 16);
+    return *(const stored_floats *)(at + 4 * element);
+}
+
+MP_INLINE float sum_of_lanes(floats v)
+{
+#if MP_VECTOR_BYTES == 64
+    v += MP_SHUFFLE(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += MP_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += MP_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#elif MP_VECTOR_BYTES == 32
+    v += MP_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += MP_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5);
+#else
+    v += MP_SHUFFLE(v, 2, 3, 0, 1);
+#endif
+    return v[0] + v[1];
+}
+
+/* exp(x) for x <= 0 within 2 units in the last place (Cephes, expf); 0 below the smallest normal. */
+MP_INLINE floats exponential(floats x)
+{
+    const floats round = (floats){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    const floats n = (x * 1.44269504088896341f + round) - round;
+    const floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    floats p = (floats){0} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const integers exponent = __builtin_convertvector(n, integers) + 127;
+    const integers is_normal = (x > -87.0f) | (x != x);
+    return (floats)((integers)(p * (floats)(exponent << 23)) & is_normal);
+}
+
+/* scores[q][t] for `num_tokens` keys from `key` on. */
+MP_INLINE void score(int is_bfloat16, int num_queries, int num_tokens, int64_t head_dim,
+                     const float *query, const uint8_t *key, float scale, float *scores,
+                     int64_t stride)
+{
+    floats sum[MAX_QUERIES][MAX_TOKENS];
+    MP_UNROLL
+    for (int q = 0; q < num_queries; q++) {
+        MP_UNROLL
+        for (int t = 0; t < num_tokens; t++)
+            sum[q][t] = (floats){0};
+    }
+    for (int64_t d = 0; d < head_dim; d += LANES) {
+        MP_UNROLL
+        for (int t = 0; t < num_tokens; t++) {
+            const floats k = load(key, is_bfloat16, t * head_dim + d);
+            MP_UNROLL
+            for (int q = 0; q < num_queries; q++)
+                sum[q][t] += k * *(const stored_floats *)(query + q * head_dim + d);
+        }
+    }
+    MP_UNROLL
+    for (int q = 0; q < num_queries; q++) {
+        MP_UNROLL
+        for (int t = 0; t < num_tokens; t++)
+            scores[q * stride + t] = sum_of_lanes(sum[q][t]) * scale;
+    }
+}
+
+MP_INLINE void score_all(const head *h, int is_bfloat16, int num_queries, const float *query,
+                         float *scores, int64_t stride)
+{
+    const mp_geometry *g = &h->attention->geometry;
+    const int64_t head_dim = h->attention->head_dim;
+    const float scale = h->attention->scale;
+    for (int64_t first = 0; first < h->length; first += g->block_size) {
+        const uint8_t *key = h->keys + h->blocks[first / g->block_size] * g->block_stride;
+        const int64_t left = h->length - first;
+        const int64_t count = left < g->block_size ? left : g->block_size;
+        int64_t t = 0;
+        for (; t + MAX_TOKENS <= count; t += MAX_TOKENS)
+            score(is_bfloat16, num_queries, MAX_TOKENS, head_dim, query, key + t * g->token_bytes,
+                  scale, scores + first + t, stride);
+        for (; t < count; t++)
+            score(is_bfloat16, num_queries, 1, head_dim, query, key + t * g->token_bytes, scale,
+                  scores + first + t, stride);
+    }
+}
+
+/* Replaces scores by exponentials; returns their sum. The row has room up to whole vectors. */
+static float soften(float *scores, int64_t length)
+{
+    const int64_t end = (length + LANES - 1) / LANES * LANES;
+    for (int64_t t = length; t < end; t++)
+        scores[t] = -INFINITY;
+    floats largest = *(const stored_floats *)scores;
+    for (int64_t t = LANES; t < end; t += LANES) {
+        const floats s = *(const stored_floats *)(scores + t);
+        const integers is_larger = s > largest;
+        largest = (floats)(((integers)s & is_larger) | ((integers)largest & ~is_larger));
+    }
+    float top = largest[0];
+    for (int lane = 1; lane < LANES; lane++)
+        top = largest[lane] > top ? largest[lane] : top;
+    floats sum = {0};
+    for (int64_t t = 0; t < end; t += LANES) {
+        const floats e = exponential(*(const stored_floats *)(scores + t) - top);
+        *(stored_floats *)(scores + t) = e;
+        sum += e;
+    }
+    return sum_of_lanes(sum);
+}
+
+/* out[q][dims of `num_vectors` vectors] from `dim` on. */
+MP_INLINE void mix(const head *h, int is_bfloat16, int num_queries, int num_vectors, int64_t dim,
+                   const float *weights, int64_t stride, const float *sums, float *out)
+{
+    const mp_geometry *g = &h->attention->geometry;
+    const int64_t head_dim = h->attention->head_dim;
+    floats sum[MAX_QUERIES][MAX_VECTORS];
+    MP_UNROLL
+    for (int q = 0; q < num_queries; q++) {
+        MP_UNROLL
+        for (int v = 0; v < num_vectors; v++)
+            sum[q][v] = (floats){0};
+    }
+    for (int64_t first = 0; first < h->length; first += g->block_size) {
+        const uint8_t *value = h->values + h->blocks[first / g->block_size] * g->block_stride;
+        const int64_t left = h->length - first;
+        const int64_t count = left < g->block_size ? left : g->block_size;
+        for (int64_t t = 0; t < count; t++) {
+            MP_UNROLL
+            for (int v = 0; v < num_vectors; v++) {
+                const floats x = load(value, is_bfloat16, t * head_dim + dim + v * LANES);
+                MP_UNROLL
+                for (int q = 0; q < num_queries; q++)
+                    sum[q][v] += x * weights[q * stride + first + t];
+            }
+        }
+    }
+    MP_UNROLL
+    for (int q = 0; q < num_queries; q++) {
+        MP_UNROLL
+        for (int v = 0; v < num_vectors; v++)
+            *(stored_floats *)(out + q * head_dim + dim + v * LANES) = sum[q][v] / sums[q];
+    }
+}
+
+/* Query heads [0, num_queries) of one KV head. */
+MP_INLINE void attend_head(const head *h, int is_bfloat16, int num_queries, const float *query,
+                           float *scores, int64_t stride, float *out)
+{
+    const int64_t num_vectors = h->attention->head_dim / LANES;
+    score_all(h, is_bfloat16, num_queries, query, scores, stride);
+    float sums[MAX_QUERIES];
+    for (int q = 0; q < num_queries; q++)
+        sums[q] = soften(scores + q * stride, h->length);
+    int64_t v = 0;
+    for (; v + 4 <= num_vectors; v += 4)
+        mix(h, is_bfloat16, num_queries, 4, v * LANES, scores, stride, sums, out);
+    for (; v < num_vectors; v++)
+        mix(h, is_bfloat16, num_queries, 1, v * LANES, scores, stride, sums, out);
+}
+
+MP_INLINE void attend_group(const head *h, int is_bfloat16, const float *query,
+                            const mp_decode_rows *rows, float *out)
+{
+    const int64_t head_dim = h->attention->head_dim, group_size = h->attention->group_size;
+    const int64_t stride = rows->max_length;
+    float *scores = rows->scores;
+    for (int64_t q = 0; q < group_size; q += MAX_QUERIES) {
+        const float *from = query + q * head_dim;
+        float *to = out + q * head_dim;
+        switch (group_size - q) {
+        case 1: attend_head(h, is_bfloat16, 1, from, scores, stride, to); break;
+        case 2: attend_head(h, is_bfloat16, 2, from, scores, stride, to); break;
+        default: attend_head(h, is_bfloat16, MAX_QUERIES, from, scores, stride, to); break;
+        }
+    }
+}
+
+static int check(const mp_attention *a, int64_t layer, const mp_decode_rows *rows,
+                 mp_result *result)
+{
+    const mp_geometry *g = &a->geometry;
+    *result = (mp_result){MP_OK, 0, 0};
+    if (layer < 0 || layer >= g->num_layers) {
+        *result = (mp_result){MP_LAYER_OUT_OF_BOUNDS, 0, 0};
+        return 0;
+    }
+    for (int64_t row = 0; row < rows->num_rows; row++) {
+        const int64_t begin = rows->indptr[row], end = rows->indptr[row + 1];
+        const int64_t length = rows->lengths[row];
+        if (begin < 0 || end < begin || end > rows->num_indices || length < 1 ||
+            length > rows->max_length || length > (end - begin) * g->block_size) {
+            *result = (mp_result){MP_ROW_OUT_OF_BOUNDS, row, 0};
+            return 0;
+        }
+        for (int64_t i = begin; i < end; i++)
+            if (rows->indices[i] < 0 || rows->indices[i] >= g->num_blocks) {
+                *result = (mp_result){MP_BLOCK_OUT_OF_BOUNDS, i, 0};
+                return 0;
+            }
+    }
+    return 1;
+}
+
+MP_EXPORT void MP_JOIN(mp_attend_, MP_ISA)(const mp_attention *, int64_t, const mp_decode_rows *,
+                                           const float *, int64_t, float *, mp_result *);
+
+void MP_JOIN(mp_attend_, MP_ISA)(const mp_attention *a, int64_t layer, const mp_decode_rows *rows,
+                                 const float *query, int64_t query_stride, float *out,
+                                 mp_result *result)
+{
+    if (!check(a, layer, rows, result))
+        return;
+    const mp_geometry *g = &a->geometry;
+    const int64_t head_bytes = g->block_size * g->token_bytes;
+    const int64_t num_kv_heads = g->plane_bytes / head_bytes;
+    const int64_t group_floats = a->group_size * a->head_dim;
+    for (int64_t row = 0; row < rows->num_rows; row++) {
+        for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
+            const uint8_t *keys = a->pool + mp_leaf_offset(g, 0, layer) + kv_head * head_bytes;
+            const head h = {a, keys, keys + g->plane_stride, rows->indices + rows->indptr[row],
+                            rows->lengths[row]};
+            const float *from = query + row * query_stride + kv_head * group_floats;
+            float *to = out + (row * num_kv_heads + kv_head) * group_floats;
+            if (a->is_bfloat16)
+                attend_group(&h, 1, from, rows, to);
+            else
+                attend_group(&h, 0, from, rows, to);
+        }
+    }
+}

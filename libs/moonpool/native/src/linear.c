@@ -1,0 +1,238 @@
+/*
+ * y = x W^T + b for float32 rows x and a weight that was packed once, compiled once per instruction set
+ * (vectors.h). Made for the few rows of a decode step: the weight is read from memory once, from its
+ * first byte to its last, however many rows there are.
+ *
+ * Layout: outputs lie in panels of 16. Within a panel input follows input, so that one vector holds the
+ * weights of neighbouring outputs:
+ *
+ *   float32     panel[input][16]
+ *   bfloat16    panel[input / 2][16][2]    a 32-bit lane holds two inputs, the even one in its low half
+ *
+ * A bfloat16 is the upper half of a float32: one shift or one mask expands it in a register. The last
+ * panel is padded with zeros, and so is an odd last input. 64 bytes hold 16 lanes in either format: a
+ * step.
+ *
+ * Reading from memory and computing overlap only because each pass over a panel, of which several rows
+ * need more than one, fetches its share of the panel that is next: ten rows then cost hardly twice one.
+ *
+ * Order of summation: an output is one chain of float32 multiply-adds over the inputs in order, from
+ * zero; then the bias is added. The number of rows, the tile and the width of a vector do not enter, so a
+ * row's result is the same bits in any batch, and on any machine with fused multiply-add.
+ */
+#include "moonpool_native.h"
+#include "vectors.h"
+
+#include <string.h>
+
+enum {
+    STEP_BYTES = 4 * MP_LINEAR_PANEL,
+    MAX_ROWS = 5,
+    MAX_VECTORS = 8,
+    /* Inputs of this size stay in the second-level cache while the whole weight passes by. */
+    BLOCK_BYTES = 192 * 1024,
+};
+
+/* Vectors of outputs that are summed at once: enough chains to hide the latency of an addition. */
+static int widest(int64_t num_rows)
+{
+    return num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2;
+}
+
+/* What a pass fetches for the one after it: byte `i * step_bytes` of each panel in its step i. */
+typedef struct {
+    const uint8_t *at;
+    int64_t step_bytes;
+} ahead;
+
+/* Input `x` of each row, times the weights of one input. */
+MP_INLINE void add_input(floats sum[MAX_ROWS][MAX_VECTORS], int num_rows, int num_vectors,
+                         const floats *weight, const float *x, int64_t stride)
+{
+    MP_UNROLL
+    for (int r = 0; r < num_rows; r++) {
+        const float input = x[r * stride];
+        MP_UNROLL
+        for (int v = 0; v < num_vectors; v++)
+            sum[r][v] += weight[v] * input;
+    }
+}
+
+/* Two inputs of each row, times a step of bfloat16 weights. `at[v]` is where vector v's lanes begin. */
+MP_INLINE void add_pair(floats sum[MAX_ROWS][MAX_VECTORS], int num_rows, int num_vectors,
+                        const uint8_t *const *at, int64_t offset, const float *x, int64_t stride)
+{
+    const words high = (words){0} + 0xffff0000u;
+    if (num_vectors > 2) { /* vector after vector: there are more of them than registers */
+        MP_UNROLL
+        for (int v = 0; v < num_vectors; v++) {
+            const words pair = *(const stored_words *)(at[v] + offset);
+            const floats even = (floats)(pair << 16), odd = (floats)(pair & high);
+            MP_UNROLL
+            for (int r = 0; r < num_rows; r++) {
+                sum[r][v] += even * x[r * stride];
+                sum[r][v] += odd * x[r * stride + 1];
+            }
+        }
+        return;
+    }
+    floats even[MAX_VECTORS], odd[MAX_VECTORS];
+    MP_UNROLL
+    for (int v = 0; v < num_vectors; v++) {
+        const words pair = *(const stored_words *)(at[v] + offset);
+        even[v] = (floats)(pair << 16);
+        odd[v] = (floats)(pair & high);
+    }
+    add_input(sum, num_rows, num_vectors, even, x, stride);
+    add_input(sum, num_rows, num_vectors, odd, x + 1, stride);
+}
+
+static int64_t bytes_of_panel(const mp_linear *linear)
+{
+    return (linear->is_bfloat16 ? (linear->num_in + 1) / 2 : linear->num_in) * STEP_BYTES;
+}
+
+MP_INLINE void fetch(int num_vectors, ahead next, int64_t panel_bytes, int64_t step)
+{
+    MP_UNROLL
+    for (int lane = 0; lane < num_vectors * LANES; lane += MP_LINEAR_PANEL)
+        __builtin_prefetch(next.at + lane / MP_LINEAR_PANEL * panel_bytes + step * next.step_bytes);
+}
+
+MP_INLINE void store(float *y, floats value, int64_t count)
+{
+    if (count >= LANES)
+        memcpy(y, &value, sizeof value);
+    else if (count > 0)
+        memcpy(y, &value, (size_t)count * sizeof(float));
+}
+
+/*
+ * Rows [0, num_rows) times the outputs of `num_vectors` vectors from `vector` on, a multiple of
+ * `num_vectors`. The flag and the two counts are constants where this is inlined.
+ */
+MP_INLINE void tile(const mp_linear *linear, int is_bfloat16, int num_rows, int num_vectors,
+                    int64_t vector, ahead next, const float *x, float *y)
+{
+    const int64_t num_in = linear->num_in, panel_bytes = bytes_of_panel(linear);
+    const int64_t lane = vector * LANES;
+    const uint8_t *first = (const uint8_t *)linear->panels + lane / MP_LINEAR_PANEL * panel_bytes +
+                           lane % MP_LINEAR_PANEL * 4;
+    const uint8_t *at[MAX_VECTORS];
+    MP_UNROLL
+    for (int v = 0; v < num_vectors; v++)
+        at[v] = first + v * LANES / MP_LINEAR_PANEL * panel_bytes + v * LANES % MP_LINEAR_PANEL * 4;
+
+    floats sum[MAX_ROWS][MAX_VECTORS];
+    MP_UNROLL
+    for (int r = 0; r < num_rows; r++) {
+        MP_UNROLL
+        for (int v = 0; v < num_vectors; v++)
+            sum[r][v] = (floats){0};
+    }
+    if (is_bfloat16) {
+        for (int64_t i = 0; i < num_in / 2; i++) {
+            fetch(num_vectors, next, panel_bytes, i);
+            add_pair(sum, num_rows, num_vectors, at, i * STEP_BYTES, x + 2 * i, num_in);
+        }
+    }
+    /* Every input of float32, an odd last one of bfloat16: the low half of its lane. */
+    for (int64_t i = is_bfloat16 ? num_in / 2 * 2 : 0; i < num_in; i++) {
+        const int64_t step = is_bfloat16 ? i / 2 : i;
+        floats weight[MAX_VECTORS];
+        fetch(num_vectors, next, panel_bytes, step);
+        MP_UNROLL
+        for (int v = 0; v < num_vectors; v++) {
+            const words lanes = *(const stored_words *)(at[v] + step * STEP_BYTES);
+            weight[v] = (floats)(is_bfloat16 ? lanes << 16 : lanes);
+        }
+        add_input(sum, num_rows, num_vectors, weight, x + i, num_in);
+    }
+
+    MP_UNROLL
+    for (int v = 0; v < num_vectors; v++) {
+        const int64_t output = (vector + v) * LANES;
+        floats bias = {0};
+        if (linear->bias)
+            bias = *(const stored_floats *)(linear->bias + output);
+        MP_UNROLL
+        for (int r = 0; r < num_rows; r++)
+            store(y + r * linear->num_out + output, linear->bias ? sum[r][v] + bias : sum[r][v],
+                  linear->num_out - output);
+    }
+}
+
+/* One function for each size of tile: (rows, vectors). A single vector is what wide ones may leave over. */
+#define NARROW_TILES(X) X(1, 8) X(1, 4) X(1, 2) X(2, 4) X(2, 2) X(3, 2) X(4, 2) X(5, 2)
+#if MP_VECTOR_BYTES == 64
+#define TILES(X) NARROW_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1)
+#else
+#define TILES(X) NARROW_TILES(X)
+#endif
+
+#define DEFINE_TILE(rows, vectors)                                                              \
+    static __attribute__((noinline)) void bfloat16_tile_##rows##_##vectors(                     \
+        const mp_linear *linear, int64_t vector, ahead next, const float *x, float *y)          \
+    {                                                                                           \
+        tile(linear, 1, rows, vectors, vector, next, x, y);                                     \
+    }                                                                                           \
+    static __attribute__((noinline)) void float32_tile_##rows##_##vectors(                      \
+        const mp_linear *linear, int64_t vector, ahead next, const float *x, float *y)          \
+    {                                                                                           \
+        tile(linear, 0, rows, vectors, vector, next, x, y);                                     \
+    }
+TILES(DEFINE_TILE)
+
+static void any_tile(const mp_linear *linear, int64_t num_rows, int num_vectors, int64_t vector,
+                     ahead next, const float *x, float *y)
+{
+#define CALL_TILE(rows, vectors)                                          \
+    case (rows) * 16 + (vectors):                                         \
+        if (linear->is_bfloat16)                                          \
+            bfloat16_tile_##rows##_##vectors(linear, vector, next, x, y); \
+        else                                                              \
+            float32_tile_##rows##_##vectors(linear, vector, next, x, y);  \
+        return;
+    switch (num_rows * 16 + num_vectors) { TILES(CALL_TILE) }
+}
+
+/* Few enough rows that their inputs stay in the cache. */
+static void multiply(const mp_linear *linear, const float *x, int64_t num_rows, float *y)
+{
+    const int64_t panel_bytes = bytes_of_panel(linear);
+    const int64_t num_panels = (linear->num_out + MP_LINEAR_PANEL - 1) / MP_LINEAR_PANEL;
+    const int64_t total = num_panels * (MP_LINEAR_PANEL / LANES);
+    /* As equal as possible: 8 rows are 4 and 4, not 5 and 3. */
+    const int64_t num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    int num_vectors;
+    for (int64_t vector = 0; vector < total; vector += num_vectors) {
+        num_vectors = widest(num_rows);
+        while (num_vectors > total - vector)
+            num_vectors /= 2;
+        /* After the last tile there is nothing: a fetch of what is not there does nothing. */
+        ahead next = {.at = (const uint8_t *)linear->panels + (vector + num_vectors) * LANES /
+                                                                  MP_LINEAR_PANEL * panel_bytes,
+                      .step_bytes = STEP_BYTES / num_parts};
+        int64_t row = 0;
+        for (int64_t part = 0; part < num_parts; part++) {
+            const int64_t count = num_rows / num_parts + (part < num_rows % num_parts);
+            any_tile(linear, count, num_vectors, vector, next, x + row * linear->num_in,
+                     y + row * linear->num_out);
+            next.at += panel_bytes / num_parts;
+            row += count;
+        }
+    }
+}
+
+MP_EXPORT void MP_JOIN(mp_multiply_, MP_ISA)(const mp_linear *, const float *, int64_t, float *);
+
+void MP_JOIN(mp_multiply_, MP_ISA)(const mp_linear *linear, const float *x, int64_t num_rows,
+                                   float *y)
+{
+    int64_t block = BLOCK_BYTES / 4 / linear->num_in / MAX_ROWS * MAX_ROWS;
+    block = block < MAX_ROWS ? MAX_ROWS : block;
+    for (int64_t row = 0; row < num_rows; row += block) {
+        const int64_t count = num_rows - row < block ? num_rows - row : block;
+        multiply(linear, x + row * linear->num_in, count, y + row * linear->num_out);
+    }
+}

@@ -1,0 +1,151 @@
+"""PackedLinear: products with few rows, in every variant that this machine runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moonpool import native
+from moonpool.native.binding import load_library
+from moonpool.native.compiled_linear import CompiledLinear
+from moonpool.native.loading import LIBRARY_NAME
+
+if not native.status().is_compiled:
+    pytest.skip(native.status().message, allow_module_level=True)
+
+LIBRARY = load_library(Path(native.__file__).with_name(LIBRARY_NAME))
+ALL_ISAS = ["baseline", "avx2", "avx512"]
+ISAS = ALL_ISAS[: ALL_ISAS.index(native.status().isa) + 1]
+SHAPES = [(1, 1), (7, 3), (16, 16), (17, 33), (48, 64), (130, 65), (576, 200), (1000, 31)]
+
+isas = pytest.mark.parametrize("isa", ISAS)
+formats = pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+
+
+def bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """The upper halves: values rounded towards zero."""
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def as_float32(weight: np.ndarray) -> np.ndarray:
+    if weight.dtype == np.float32:
+        return weight
+    return (weight.astype(np.uint32) << 16).view(np.float32)
+
+
+def random_weight(shape: tuple[int, int], dtype: type, seed: int = 1) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return values if dtype is np.float32 else bfloat16_bits(values)
+
+
+def random_rows(num_rows: int, num_in: int, seed: int = 2) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((num_rows, num_in)).astype(np.float32)
+
+
+def multiply(linear: CompiledLinear, x: np.ndarray) -> np.ndarray:
+    """At addresses that no vector likes, with canaries around the result."""
+    num_rows = len(x)
+    shifted = np.empty(x.size + 1, np.float32)[1:]
+    shifted[:] = x.reshape(-1)
+    out = np.full(num_rows * linear.num_out + 17, 7777.0, np.float32)
+    y = out[1 : 1 + num_rows * linear.num_out]
+    linear.multiply(shifted.ctypes.data, num_rows, y.ctypes.data)
+    assert out[0] == 7777.0
+    assert (out[1 + y.size :] == 7777.0).all()
+    return y.reshape(num_rows, linear.num_out).copy()
+
+
+@isas
+@formats
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_product_in_float64(isa: str, dtype: type, shape: tuple[int, int]) -> None:
+    weight = random_weight(shape, dtype)
+    bias = random_rows(1, shape[0], seed=3)[0]
+    linear = CompiledLinear(LIBRARY, weight, bias, isa=isa)
+    exact = as_float32(weight).astype(np.float64)
+    for num_rows in (*range(1, 17), 40):
+        x = random_rows(num_rows, shape[1])
+        expected = x.astype(np.float64) @ exact.T + bias
+        size = np.abs(x).astype(np.float64) @ np.abs(exact).T + np.abs(bias)
+        error = np.abs(multiply(linear, x) - expected)
+        assert (error <= size * shape[1] * 2.0**-24 + 1e-6 * size).all(), num_rows
+
+
+@isas
+@formats
+@pytest.mark.parametrize("shape", [(17, 33), (576, 1536), (130, 65)], ids=str)
+def test_a_row_is_the_same_bits_in_any_batch(isa: str, dtype: type, shape: tuple[int, int]) -> None:
+    linear = CompiledLinear(LIBRARY, random_weight(shape, dtype), None, isa=isa)
+    x = random_rows(100, shape[1])
+    alone = np.concatenate([multiply(linear, x[row : row + 1]) for row in range(len(x))])
+    for num_rows in (*range(2, 17), 31, 64, 100):
+        assert np.array_equal(multiply(linear, x[:num_rows]), alone[:num_rows]), num_rows
+
+
+@formats
+def test_variants_with_fused_multiply_add_give_the_same_bits(dtype: type) -> None:
+    weight, x = random_weight((130, 65), dtype), random_rows(9, 65)
+    fused = [
+        multiply(CompiledLinear(LIBRARY, weight, None, isa=isa), x)
+        for isa in ISAS
+        if isa != "baseline"
+    ]
+    assert all(np.array_equal(one, fused[0]) for one in fused)
+
+
+@isas
+def test_a_format_changes_the_bytes_and_not_the_bits_of_a_result(isa: str) -> None:
+    narrow = random_weight((130, 65), np.uint16)
+    x = random_rows(9, 65)
+    one = CompiledLinear(LIBRARY, narrow, None, isa=isa)
+    other = CompiledLinear(LIBRARY, as_float32(narrow), None, isa=isa)
+    assert np.array_equal(multiply(one, x), multiply(other, x))
+    assert one.size_bytes < 0.52 * other.size_bytes
+
+
+@isas
+@formats
+def test_whole_numbers_are_exact(isa: str, dtype: type) -> None:
+    rng = np.random.default_rng(4)
+    weight = rng.integers(-8, 9, (53, 77)).astype(np.float32)
+    x = rng.integers(-8, 9, (11, 77)).astype(np.float32)
+    bias = np.arange(53, dtype=np.float32)
+    stored = weight if dtype is np.float32 else bfloat16_bits(weight)
+    linear = CompiledLinear(LIBRARY, stored, bias, isa=isa)
+    assert np.array_equal(multiply(linear, x), x @ weight.T + bias)
+
+
+@isas
+@formats
+def test_a_row_that_is_not_finite_stays_alone(isa: str, dtype: type) -> None:
+    linear = CompiledLinear(LIBRARY, random_weight((33, 19), dtype), None, isa=isa)
+    x = random_rows(8, 19)
+    expected = multiply(linear, x)
+    x[5, 18] = np.inf
+    found = multiply(linear, x)
+    is_other = np.arange(8) != 5
+    assert np.array_equal(found[is_other], expected[is_other])
+    assert not np.isfinite(found[5]).any()
+
+
+def test_takes_a_strided_weight() -> None:
+    weight = random_weight((64, 48), np.float32)
+    x = random_rows(2, 48)
+    linear = CompiledLinear(LIBRARY, np.asfortranarray(weight), None)
+    assert np.array_equal(multiply(linear, x), multiply(CompiledLinear(LIBRARY, weight, None), x))
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [
+        (np.zeros((4, 4), np.float64), None),
+        (np.zeros((0, 4), np.float32), None),
+        (np.zeros((4, 4), np.float32), np.zeros(5, np.float32)),
+        (np.zeros((4, 4), np.float32), np.zeros(4, np.float64)),
+    ],
+)
+def test_refuses_what_it_cannot_pack(weight: np.ndarray, bias: np.ndarray | None) -> None:
+    with pytest.raises(ValueError, match=r"weight|bias"):
+        CompiledLinear(LIBRARY, weight, bias)
