@@ -72,12 +72,18 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def stage(
-    *, is_up: bool = True, max_batch_blocks: int = 1_000, bus_type: type[MemoryBus] = MemoryBus
+    *,
+    is_up: bool = True,
+    max_batch_blocks: int = 1_000,
+    min_interval_s: float = 0.0,
+    bus_type: type[MemoryBus] = MemoryBus,
 ) -> AsyncIterator[Stage]:
     """A publisher that runs, and somebody who listens."""
     broker = MemoryBroker(is_up=is_up)
     books = WorkerBooks(Metrics(WORKER_METRICS))
-    publisher = KvPublisher(KEY, books=books, max_batch_blocks=max_batch_blocks)
+    publisher = KvPublisher(
+        KEY, books=books, max_batch_blocks=max_batch_blocks, min_interval_s=min_interval_s
+    )
     heard: list[EventBatch] = []
 
     async def listen(bus: Bus) -> None:
@@ -123,13 +129,25 @@ async def test_while_the_broker_is_away_changes_merge() -> None:
             s.publisher.take([stored(chain[end - 1 : end], chain[end - 2] if end > 1 else None)])
             await s.settled()
         assert s.publisher.head.sequence == 0
-        # The set is behind the cache: what a chain has here is not known.
-        assert s.publisher.num_held(block_keys(chain)) is None
         s.broker.start()
         await s.until_heard(1)
         assert s.heard[0].head.sequence == 1
         assert s.followed().match(block_keys(chain)) == {KEY: 4}
         assert s.num_batches("unsent") == 0
+
+
+async def test_changes_in_quick_succession_leave_as_one() -> None:
+    chain = make_chain("abcd")
+    async with stage(min_interval_s=60.0) as s:
+        s.publisher.take([stored(chain[:1])])
+        await s.until_heard(1)
+        s.publisher.take([stored(chain[1:2], chain[0])])
+        s.publisher.take([stored(chain[2:], chain[1])])
+        await s.settled()
+        assert len(s.heard) == 1
+        assert s.publisher.head == s.heard[0].head
+        # What is looked up is the cache, not what has left.
+        assert s.publisher.num_held(block_keys(chain)) == 4
 
 
 async def test_a_snapshot_is_up_to_date_without_a_broker() -> None:

@@ -21,8 +21,7 @@ class RoomCheck:
 
     Args:
         namespace_seed: The start of a request's hash chain, as the core has it.
-        num_held: How many leading blocks of a chain the worker's cache holds; None if that is not
-            known now.
+        num_held: How many leading blocks of a chain the worker's cache holds.
         max_model_len: Longest prompt + answer.
     """
 
@@ -30,7 +29,7 @@ class RoomCheck:
         self,
         *,
         namespace_seed: Callable[[InferenceRequest], NamespaceSeed],
-        num_held: Callable[[KeyArray], int | None],
+        num_held: Callable[[KeyArray], int],
         block_size: int,
         max_model_len: int,
     ) -> None:
@@ -48,8 +47,7 @@ class RoomCheck:
         if ledger.num_reserved or ledger.num_quarantined:
             return False
         hashes = hash_blocks(self._namespace_seed(request), request.token_ids, self._block_size)
-        num_held = self._num_held(block_keys(hashes))
-        return num_held is not None and num_needed - num_held > num_available
+        return num_needed - self._num_held(block_keys(hashes)) > num_available
 
     def _never_fits(self, request: InferenceRequest, ledger: BlockLedger) -> bool:
         max_num_tokens = min(

@@ -5,13 +5,13 @@
                                       +----> head: in every announcement; snapshot: over gRPC
 
 Rules
-  1. Nothing waits for the broker but the net change: while it is away, or slower than the engine, events
-     merge in the log, and the set stays at what was published.
+  1. Nothing waits for the broker but the net change: while it is away, and from one message to the next,
+     events merge in the log, and the set stays at what was published.
   2. A batch that the bus drops is gone: whoever follows notices by the next one, or by an announcement,
      and asks for a snapshot.
   3. No message is larger than a broker takes: a large change leaves as several batches, each a change of
      the set with a sequence of its own.
-  4. A snapshot is up to date whether the broker is there or not.
+  4. A snapshot, and what is looked up here, is up to date whether the broker is there or not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from moonpool.worker.books import WorkerBooks
 
 log = structlog.get_logger("moonpool.worker")
 
+#: What has changed leaves at once, but the next change not before this: every router decodes each message.
+MIN_INTERVAL_S = 0.05
+
 
 class KvPublisher:
     """On one loop.
@@ -41,17 +44,24 @@ class KvPublisher:
     Args:
         worker: This incarnation.
         max_batch_blocks: Most blocks that one message tells of.
+        min_interval_s: Between two changes that are told.
     """
 
     def __init__(
-        self, worker: WorkerKey, *, books: WorkerBooks, max_batch_blocks: int = MAX_BATCH_BLOCKS
+        self,
+        worker: WorkerKey,
+        *,
+        books: WorkerBooks,
+        max_batch_blocks: int = MAX_BATCH_BLOCKS,
+        min_interval_s: float = MIN_INTERVAL_S,
     ) -> None:
         self._worker = worker
         self._books = books
         self._max_batch_blocks = max_batch_blocks
+        self._min_interval_s = min_interval_s
         self._log = CacheEventLog()
         self._set = PublishedSet()
-        #: Changes of the set that have not left; sent, or dropped, in one go.
+        #: Changes of the set that have not left; sent, or dropped, together.
         self._batches: deque[EventBatch] = deque()
         self._has_news = asyncio.Event()
 
@@ -66,9 +76,10 @@ class KvPublisher:
         if self._log:
             self._has_news.set()
 
-    def num_held(self, keys: KeyArray) -> int | None:
-        """How many leading blocks of a chain this worker holds; None while that is not known here."""
-        return None if self._log else self._set.num_leading(keys)
+    def num_held(self, keys: KeyArray) -> int:
+        """How many leading blocks of a chain the cache holds."""
+        self._advance()
+        return self._set.num_leading(keys)
 
     def snapshot(self) -> SetSnapshot:
         """All that the cache holds."""
@@ -84,8 +95,11 @@ class KvPublisher:
             self._has_news.clear()
             if bus.is_connected:
                 self._advance()
+            if not self._batches:
+                continue
             while self._batches:
                 await self._publish(bus, subject, self._batches.popleft())
+            await asyncio.sleep(self._min_interval_s)
 
     def _advance(self) -> None:
         """Bring the set up to the cache."""
