@@ -183,15 +183,14 @@ async def test_a_nixl_read_of_a_source_that_stands_still_is_fenced(way: str) -> 
             pool.bytes[:] = 0
             os.kill(source.process.pid, signal.SIGCONT)
             # The agent was shared: who was connected by it has to connect again.
-            for lost, region in ((peer, source.region), (another, other.region)):
+            for lost in (peer, another):
                 assert lost.is_lost
                 await lost.close()
-                again = await transport.connect(region, timeout_s=5)
-                assert not pool.bytes.any()
-                which = source if region is source.region else other
-                result = await again.read(which.read_everything(), timeout_s=20)
-                assert result.bad_leaves == ()
-                pool.bytes[:] = 0
+            again = await transport.connect(other.region, timeout_s=5)
+            # What the source sends, now that it goes on, comes nowhere. (It may crash, in UCX.)
+            assert not pool.bytes.any()
+            result = await again.read(other.read_everything(), timeout_s=20)
+            assert result.bad_leaves == ()
 
 
 async def test_memory_of_a_killed_source_stays_readable_and_is_then_gone() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+import socket
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +19,7 @@ from moonpool import native
 from moonpool.errors import FailedPreconditionError
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
 from moonpool.kv.layout import KvLayout
-from moonpool.kv.region import KvRegion
+from moonpool.kv.region import KvRegion, NixlAccess
 from moonpool.memory.fd_server import FdServer, socket_name
 from moonpool.memory.host import host_id
 from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
@@ -28,6 +30,7 @@ from moonpool.transport.base import KvRead, LocalPool
 from moonpool.transport.grpc_reader import GrpcTransport
 from moonpool.transport.grpc_server import kv_read_handler
 from moonpool.transport.nixl import NixlTransport
+from moonpool.transport.nixl_source import access_of, serve
 from moonpool.transport.shm import ShmTransport
 
 SMALL = KvLayout.block_major(
@@ -79,32 +82,34 @@ async def serve_kv(
 ) -> AsyncIterator[KvSource]:
     """A source in this process, by shm and gRPC, and by NIXL if that is how it will be read."""
     worker = WorkerKey(WorkerId("source"), Incarnation(os.urandom(8).hex()))
-    memory = WorkerMemory.create(layout)
-    fill_with_random_kv(memory, seed)
-    memory.seal()
-    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
-    port = server.add_insecure_port("127.0.0.1:0")
-    source = KvSource(
-        memory=memory,
-        region=KvRegion(
-            worker=worker,
-            layout=layout,
-            pool_bytes=layout.pool_bytes,
-            digest_kind="xxh3-64",
-            host_id=host_id(),
-            fd_socket=socket_name(worker),
-            grpc_address=f"127.0.0.1:{port}",
-        ),
-    )
-    server.add_generic_rpc_handlers((kv_read_handler(source.pool_of),))
-    fd_server = FdServer(source.region.fd_socket, {POOL_NAME: memory.pool.fd})
-    try:
-        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-            if by in UCX_BY_NAME:
-                nixl = await stack.enter_async_context(
-                    nixl_transport(by, LocalPool.of(memory.pool.bytes, layout), str(worker))
-                )
-                source.region = nixl.announce(source.region)
+    async with contextlib.AsyncExitStack() as stack:
+        memory = WorkerMemory.create(layout)
+        stack.callback(memory.close)
+        fill_with_random_kv(memory, seed)
+        nixl = None
+        if by in UCX_BY_NAME:
+            nixl = await stack.enter_async_context(
+                served_by_nixl(memory, str(worker), UCX_BY_NAME[by])
+            )
+        memory.seal()
+        server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+        port = server.add_insecure_port("127.0.0.1:0")
+        source = KvSource(
+            memory=memory,
+            region=KvRegion(
+                worker=worker,
+                layout=layout,
+                pool_bytes=layout.pool_bytes,
+                digest_kind="xxh3-64",
+                host_id=host_id(),
+                fd_socket=socket_name(worker),
+                grpc_address=f"127.0.0.1:{port}",
+                nixl=nixl,
+            ),
+        )
+        server.add_generic_rpc_handlers((kv_read_handler(source.pool_of),))
+        fd_server = FdServer(source.region.fd_socket, {POOL_NAME: memory.pool.fd})
+        async with asyncio.TaskGroup() as group:
             task = group.create_task(fd_server.run())
             await server.start()
             try:
@@ -112,8 +117,22 @@ async def serve_kv(
             finally:
                 await server.stop(0)
                 task.cancel()
-    finally:
-        memory.close()
+
+
+@asynccontextmanager
+async def served_by_nixl(
+    memory: WorkerMemory, name: str, ucx: Mapping[str, str]
+) -> AsyncIterator[NixlAccess]:
+    """What a NixlSource's process does, in a thread of this one: it starts sooner."""
+    ours, theirs = socket.socketpair()
+    with theirs, ours:
+        thread = threading.Thread(target=serve, args=(theirs, memory.pool, name, ucx))
+        thread.start()
+        try:
+            yield access_of(await asyncio.to_thread(ours.makefile().readline))
+        finally:
+            ours.shutdown(socket.SHUT_RDWR)
+            await asyncio.to_thread(thread.join)
 
 
 def reader_pool(layout: KvLayout = SMALL) -> LocalPool:
@@ -125,10 +144,6 @@ UCX_BY_NAME = {"nixl": {"NET_DEVICES": "lo"}, "nixl-tcp": {"NET_DEVICES": "lo", 
 ALL_TRANSPORTS = ("shm", "grpc", *UCX_BY_NAME)
 
 
-def nixl_transport(name: str, pool: LocalPool, agent: str) -> NixlTransport:
-    return NixlTransport(pool=pool, agent=agent, kernels=native.kernels(), ucx=UCX_BY_NAME[name])
-
-
 def make_transport(
     name: str, pool: LocalPool, **options: int
 ) -> ShmTransport | GrpcTransport | NixlTransport:
@@ -136,7 +151,12 @@ def make_transport(
     if name == "shm":
         return ShmTransport(pool=pool, host_id=host_id(), kernels=native.kernels())
     if name in UCX_BY_NAME:
-        return nixl_transport(name, pool, f"reader@{os.urandom(8).hex()}")
+        return NixlTransport(
+            pool=pool,
+            agent=f"test@{os.urandom(8).hex()}",
+            kernels=native.kernels(),
+            ucx=UCX_BY_NAME[name],
+        )
     return GrpcTransport(pool=pool, kernels=native.kernels(), make_channel=make_channel, **options)
 
 

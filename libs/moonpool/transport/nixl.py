@@ -2,7 +2,7 @@
 
 Life of a peer
 1. connect: the metadata in its region goes to our agent, and a few bytes are read, so that it is known to
-   answer. It has to poll for that, which its own NixlTransport does.
+   answer. It has to poll for that: nixl_source.
 2. A read: spans that are neighbours on both sides become one descriptor; one READ of all of them; then the
    leaves are checked on our copy by the copy thread.
 3. A READ that fails has lost the peer: every pending read fails at once, a new connect is a new connection.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -35,18 +36,26 @@ from moonpool.transport.base import (
     read_timed_out,
 )
 from moonpool.transport.copier import Copier, CopyCancelledError
-from moonpool.transport.nixl_agent import Descriptors, NixlError, NixlUnusableError, address_of
+from moonpool.transport.nixl_agent import (
+    Descriptors,
+    NixlError,
+    NixlUnusableError,
+    address_of,
+    nixl_facts,
+)
 from moonpool.transport.nixl_link import NixlConnection, NixlJob, NixlLink
+from moonpool.transport.nixl_source import NixlSource
 
 _NO_SPANS: Int64Array = np.empty((0, 3), np.int64)
 
 
 class NixlTransport:
-    """Reads from peers that have one too, and lets them read.
+    """Reads from peers, and lets them read.
 
     Args:
         pool: The reader's own memory, which peers read.
-        agent: Unique per incarnation; peers check it.
+        agent: Of the source agent: str(WorkerKey), which readers check.
+        pool_fd: The pool's memfd, not sealed yet; None if nobody is to read it.
         ucx: Settings of UCX; see NixlAgent.
     """
 
@@ -58,12 +67,16 @@ class NixlTransport:
         pool: LocalPool,
         agent: str,
         kernels: Kernels,
+        pool_fd: int | None = None,
         ucx: Mapping[str, str] | None = None,
     ) -> None:
         self._pool = pool
         self._agent = agent
         self._kernels = kernels
+        self._pool_fd = pool_fd
         self._ucx = ucx
+        self._tasks = asyncio.TaskGroup()
+        self._source: NixlSource | None = None
         self._link: NixlLink | None = None
         self._copier: Copier | None = None
         self._access: NixlAccess | None = None
@@ -72,24 +85,28 @@ class NixlTransport:
 
     async def __aenter__(self) -> NixlTransport:
         """Where NIXL cannot be used this is no error: `unusable` says why."""
+        await self._tasks.__aenter__()
         self._copier = Copier(self._kernels)
-        self._link = NixlLink(name=self._agent, pool=self._pool.bytes, ucx=self._ucx)
+        self._link = NixlLink(name=f"{self._agent}/reader", pool=self._pool.bytes, ucx=self._ucx)
         try:
-            self._access = await self._link.start()
+            await self._start(self._link)
         except (NixlError, NixlUnusableError) as error:
             self._unusable = str(error)
         except BaseException:
-            await self._close()
+            await self.__aexit__(*sys.exc_info())
             raise
         return self
 
     async def __aexit__(
         self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
-        await self._close()
+        try:
+            await self._close()
+        finally:
+            await self._tasks.__aexit__(kind, error, traceback)
 
     @property
     def unusable(self) -> str | None:
@@ -124,6 +141,14 @@ class NixlTransport:
         self._peers.add(peer)
         return peer
 
+    async def _start(self, link: NixlLink) -> None:
+        nixl_facts()
+        if self._pool_fd is not None:
+            self._source = NixlSource(name=self._agent, pool_fd=self._pool_fd, ucx=self._ucx)
+            self._access = await self._source.start()
+            self._tasks.create_task(self._source.watch())
+        await link.start()
+
     async def _close(self) -> None:
         assert self._link is not None
         assert self._copier is not None
@@ -135,6 +160,8 @@ class NixlTransport:
                 await self._link.stop()
             finally:
                 self._copier.close()
+                if self._source is not None:
+                    await self._source.stop()
 
 
 def agent_name(region: KvRegion) -> str:

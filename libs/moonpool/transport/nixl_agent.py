@@ -39,6 +39,10 @@ _BACKEND = "UCX"
 _MEMORY = "DRAM"
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
+#: The pause between two looks is this part of the time since something moved.
+_PAUSE_SHARE = 1 / 16
+_MIN_PAUSE_S = 50e-6
+
 INSTALL = "pip install 'moonpool[rdma]'"
 
 
@@ -218,6 +222,11 @@ def try_out(timeout_s: float = 5.0) -> None:
         source.close()
     if not np.array_equal(here, there):
         raise NixlUnusableError("a READ on this machine brought other bytes")
+
+
+def pause_s(still_s: float, *, most_s: float) -> float:
+    """How long to wait before the next look, if nothing has moved for `still_s`."""
+    return min(max(still_s * _PAUSE_SHARE, _MIN_PAUSE_S), most_s)
 
 
 def address_of(memory: ByteArray) -> int:

@@ -1,24 +1,17 @@
-"""NixlLink: this process's two NIXL agents and the one thread that drives them.
-
-`source` is what peers read: made once, it lives as long as the link, whatever becomes of reads. `reader`
-reads from peers. Each has its own connections, so that tearing down `reader` costs no peer anything.
+"""NixlLink: this process's reading NIXL agent and the one thread that drives it.
 
 Life of a read
 1. The loop submits a NixlJob and waits for its end.
 2. The thread posts it. Over shared memory that is the copy itself; else UCX has begun to move bytes.
 3. The thread asks for the oldest job of each peer, so the jobs of one peer end in order. Asking makes
-   progress.
+   progress; the pause between two looks is a fraction of the time since something moved.
 4. It is done; or it failed: the peer is lost, its agent is removed, and all its jobs end.
 5. The loop is told. From here on no byte of it will be written.
 
 A job that is dropped before 2 is not posted. A READ in flight cannot be recalled, so a job that is dropped
-later still ends by 4, if it must by the fence: FENCE_S after it was dropped the whole `reader` agent is torn
-down, and with it every connection and every job. Only a peer that is reached through its own software (TCP)
-and stands still comes to that; the next `connect` makes a new agent.
-
-The thread polls: nothing moves otherwise, also at a source that does nothing itself (a reader could not
-even connect). The pause between two looks is a fraction of the time since anything moved, so a busy link is
-quick and an idle one costs less than one percent of a core.
+later still ends by 4, if it must by the fence: FENCE_S after it was dropped the whole agent is torn down, and
+with it every connection and every job. Only a peer that is reached through its own software (TCP) and stands
+still comes to that; the next `connect` makes a new agent.
 """
 
 from __future__ import annotations
@@ -44,20 +37,16 @@ from moonpool.transport.nixl_agent import (
     NixlError,
     NixlUnusableError,
     address_of,
+    pause_s,
 )
 
 log = structlog.get_logger("moonpool.transport")
 
-#: A read that was given up and does not end by itself is ended, with the reader agent, after this.
+#: A read that was given up and does not end by itself is ended, with the agent, after this.
 FENCE_S = 1.0
-#: The pause between two looks is this part of the time since something moved.
-_PAUSE_SHARE = 1 / 16
-_MIN_PAUSE_S = 50e-6
-#: While reads are in flight, and while there are none.
+#: The longest pause between two looks, while reads are in flight and while there are none.
 _MAX_BUSY_PAUSE_S = 2e-3
-_MAX_IDLE_PAUSE_S = 5e-3
-#: A look at the source that takes longer has moved something.
-_WORK_S = 60e-6
+_MAX_IDLE_PAUSE_S = 50e-3
 #: How much is read to see that a peer answers.
 _PROBE_BYTES = 64
 
@@ -135,8 +124,8 @@ class NixlLink:
     """Made and used on one event loop; `start` first, `stop` last.
 
     Args:
-        name: Of the source agent, and how peers know it: unique per incarnation.
-        pool: Read by peers, and the target of our reads.
+        name: Of the agent: unique among all that meet.
+        pool: The target of reads.
         ucx: See NixlAgent.
     """
 
@@ -155,24 +144,23 @@ class NixlLink:
         self._asked: set[asyncio.Future[Any]] = set()
         self._over: asyncio.Future[None] = self._loop.create_future()
         # The thread's.
-        self._source: NixlAgent | None = None
-        self._reader: NixlAgent | None = None
-        self._num_readers = 0
+        self._agent: NixlAgent | None = None
+        self._num_agents = 0
         self._remotes: dict[str, _Remote] = {}
         self._is_stopping = False
-        #: When something last moved, at each agent.
-        self._source_moved_at = self._reader_moved_at = time.monotonic()
+        #: When something last moved.
+        self._moved_at = time.monotonic()
 
     # -- on the loop --
 
-    async def start(self) -> NixlAccess:
-        """Make both agents; returns what peers need. Call `stop` afterwards, also if this raises.
+    async def start(self) -> None:
+        """Make the agent. Call `stop` afterwards, also if this raises.
 
         Raises:
             NixlUnusableError: In words.
         """
         self._thread.start()
-        return await self._ask(self._make_agents)
+        await self._ask(self._make_agent)
 
     async def connect(self, access: NixlAccess, name: str, *, timeout_s: float) -> NixlConnection:
         """Connect to the agent `name` and read a few bytes, so that it is known to answer.
@@ -224,7 +212,7 @@ class NixlLink:
             self._send(partial(self._forget, connection))
 
     async def stop(self) -> None:
-        """End everything, then both agents. May be called twice."""
+        """End everything, then the agent. May be called twice."""
         if self._thread.ident is None:
             return
         self._send(self._stop)
@@ -298,9 +286,8 @@ class NixlLink:
                 self._pause()
         finally:
             try:
-                for agent in (self._reader, self._source):
-                    if agent is not None:
-                        agent.close()
+                if self._agent is not None:
+                    self._agent.close()
             finally:
                 self._tell(self._on_over)
 
@@ -308,17 +295,13 @@ class NixlLink:
         self._bell.clear()
         while self._inbox and not self._is_stopping:
             self._inbox.popleft()()
+        if not self._is_busy:
+            if self._agent is not None:
+                self._agent.progress()
+            return
         for remote in list(self._remotes.values()):
             self._advance(remote)
-        if self._source is None or self._reader is None:
-            return
-        if not self._is_busy:
-            self._reader.progress()
-        began = time.monotonic()
-        self._source.progress()
         now = time.monotonic()
-        if now - began > _WORK_S:
-            self._source_moved_at = now
         if any(
             job.fence_at is not None and now >= job.fence_at
             for remote in self._remotes.values()
@@ -331,33 +314,22 @@ class NixlLink:
         return any(remote.jobs for remote in self._remotes.values())
 
     def _pause(self) -> None:
-        now = time.monotonic()
-        pause_s = min((now - self._source_moved_at) * _PAUSE_SHARE, _MAX_IDLE_PAUSE_S)
-        if self._is_busy:
-            busy_s = min((now - self._reader_moved_at) * _PAUSE_SHARE, _MAX_BUSY_PAUSE_S)
-            pause_s = min(pause_s, busy_s)
-        self._bell.wait(max(pause_s, _MIN_PAUSE_S))
+        most_s = _MAX_BUSY_PAUSE_S if self._is_busy else _MAX_IDLE_PAUSE_S
+        self._bell.wait(pause_s(time.monotonic() - self._moved_at, most_s=most_s))
 
-    def _make_agents(self) -> NixlAccess:
-        self._source = NixlAgent(self._name, [self._pool], ucx=self._ucx)
-        self._make_reader()
-        return NixlAccess(agent_metadata=self._source.metadata, base_address=address_of(self._pool))
-
-    def _make_reader(self) -> NixlAgent:
-        self._num_readers += 1
-        self._reader = NixlAgent(
-            f"{self._name}/reader-{self._num_readers}",
-            [self._pool, self._scratch],
-            ucx=self._ucx,
+    def _make_agent(self) -> NixlAgent:
+        self._num_agents += 1
+        self._agent = NixlAgent(
+            f"{self._name}/{self._num_agents}", [self._pool, self._scratch], ucx=self._ucx
         )
-        return self._reader
+        return self._agent
 
     def _open(self, metadata: bytes, name: str) -> NixlConnection:
-        reader = self._reader or self._make_reader()
-        found = reader.add_peer(metadata)
+        agent = self._agent or self._make_agent()
+        found = agent.add_peer(metadata)
         if found != name:
             if found not in self._remotes:
-                reader.remove_peer(found)
+                agent.remove_peer(found)
             raise NixlError(f"this is the agent of {found}")
         connection = NixlConnection(name=name)
         self._remotes.setdefault(name, _Remote(name=name)).connections.add(connection)
@@ -368,10 +340,10 @@ class NixlLink:
         if remote is None or job.connection not in remote.connections or job.is_dropped:
             self._end(job, f"{job.connection.name} was closed or lost")
             return
-        assert self._reader is not None
-        self._reader_moved_at = time.monotonic()
+        assert self._agent is not None
+        self._moved_at = time.monotonic()
         try:
-            job.handle = self._reader.read(remote.name, job.remote, job.local)
+            job.handle = self._agent.read(remote.name, job.remote, job.local)
         except NixlError as error:
             self._lose(remote, str(error))
             self._end(job, f"{remote.name}: {error}")
@@ -382,17 +354,17 @@ class NixlLink:
     def _advance(self, remote: _Remote) -> None:
         """End the jobs that are done, from the oldest on."""
         while remote.jobs:
-            assert self._reader is not None
+            assert self._agent is not None
             job = remote.jobs[0]
             try:
-                if not self._reader.is_done(job.handle):
+                if not self._agent.is_done(job.handle):
                     return
             except NixlError as error:
                 self._lose(remote, str(error))
                 return
-            self._reader_moved_at = time.monotonic()
+            self._moved_at = time.monotonic()
             remote.jobs.popleft()
-            self._reader.release(job.handle)
+            self._agent.release(job.handle)
             self._end(job, None)
         if not remote.connections:
             self._remove(remote)
@@ -409,34 +381,37 @@ class NixlLink:
                 self._remove(remote)
 
     def _remove(self, remote: _Remote) -> None:
-        assert self._reader is not None
+        assert self._agent is not None
         del self._remotes[remote.name]
-        self._reader.remove_peer(remote.name)
+        self._agent.remove_peer(remote.name)
 
     def _lose(self, remote: _Remote, why: str) -> None:
         """A transfer failed: UCX has failed the connection, and with it everything on it."""
-        assert self._reader is not None
+        assert self._agent is not None
         for job in remote.jobs:
-            self._reader.release(job.handle)
+            self._agent.release(job.handle)
         self._remove(remote)
-        self._tell_lost(remote, f"{remote.name}: {why}")
+        self._tell_lost([remote], why)
 
     def _fence(self) -> None:
-        """End the reader agent, so that nothing is in flight any more."""
-        assert self._reader is not None
+        """End the agent, so that nothing is in flight any more."""
+        assert self._agent is not None
         stuck = [name for name, remote in self._remotes.items() if remote.jobs]
-        log.warning("kv.nixl_reader_torn_down", waited_for=stuck, peers=list(self._remotes))
-        self._reader.close()
-        self._reader = None
-        remotes, self._remotes = self._remotes, {}
-        for remote in remotes.values():
-            self._tell_lost(remote, f"{remote.name}: cut off with {', '.join(stuck)}")
+        log.warning("kv.nixl_agent_torn_down", waited_for=stuck, peers=list(self._remotes))
+        self._agent.close()
+        self._agent = None
+        remotes = list(self._remotes.values())
+        self._remotes.clear()
+        self._tell_lost(remotes, f"cut off with {', '.join(stuck)}")
 
-    def _tell_lost(self, remote: _Remote, why: str) -> None:
-        for connection in remote.connections:
-            self._tell(partial(self._on_lost, connection, why))
-        for job in remote.jobs:
-            self._end(job, why)
+    def _tell_lost(self, remotes: list[_Remote], why: str) -> None:
+        """Whoever learns of a read's end finds every connection marked that went with it."""
+        for remote in remotes:
+            for connection in remote.connections:
+                self._tell(partial(self._on_lost, connection, f"{remote.name}: {why}"))
+        for remote in remotes:
+            for job in remote.jobs:
+                self._end(job, f"{remote.name}: {why}")
 
     def _end(self, job: NixlJob, why: str | None) -> None:
         job.handle = None

@@ -122,8 +122,9 @@ class TransportContext:
     host_id: str
     #: Of calls to peers: the cluster's key.
     metadata: Metadata
-    #: Whose pool it is.
+    #: Whose pool it is, and its memfd, not sealed yet.
     worker: WorkerKey
+    pool_fd: int
     #: The worker's address is loopback: no peer is on another host.
     is_host_only: bool
 
@@ -332,6 +333,7 @@ class WorkerService:
             host_id=host_id(),
             metadata=call_metadata(key=secret.rpc_key),
             worker=key,
+            pool_fd=memory.pool.fd,
             is_host_only=is_loopback(settings.advertise_host or settings.host),
         )
         makers = self._adapters.transports

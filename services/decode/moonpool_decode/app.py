@@ -56,6 +56,7 @@ def _nixl(context: TransportContext) -> NixlTransport:
         pool=context.pool,
         agent=str(context.worker),
         kernels=context.kernels,
+        pool_fd=context.pool_fd,
         ucx={"NET_DEVICES": "lo"} if context.is_host_only else None,
     )
 

@@ -1,0 +1,156 @@
+"""NixlSource: lets peers read a pool by NIXL, out of a process of its own.
+
+Why a process: without RDMA or process_vm_readv (over TCP) UCX answers a READ in the software of the source, and
+a reader that dies in the middle of one can crash the process that answers it (UCX answers on a connection
+that has failed). It must not be the worker's. Besides, it polls, which costs a thread of the service its turn
+at the interpreter.
+
+Life of the process
+1. It maps the pool, before that is sealed: a NIC wants memory that it could write. Nothing here writes it.
+2. It makes one agent, and reports what peers need, or why there is none, as a line of JSON.
+3. It polls: a reader cannot even connect otherwise. The pause between two looks is a fraction of the time
+   since anything moved, so a busy source is quick and an idle one costs less than one percent of a core.
+4. It ends with its end of the socket, so it never outlives the worker.
+
+If it crashes, the worker cannot be read by NIXL any more, until it starts again; peers fall back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from moonpool.kv.region import NixlAccess
+from moonpool.memory.region import OwnedRegion
+from moonpool.transport.nixl_agent import NixlAgent, NixlUnusableError, address_of, pause_s
+
+log = structlog.get_logger("moonpool.transport")
+
+#: To load NIXL and register the pool.
+START_S = 30.0
+#: To take leave of readers.
+_STOP_S = 2.0
+_MAX_PAUSE_S = 5e-3
+#: A look that takes longer has moved something.
+_WORK_S = 60e-6
+
+
+class NixlSource:
+    """The process, as its parent sees it. `start` once, `stop` afterwards whatever came of it.
+
+    Args:
+        name: Of the agent, and how readers know it: unique per incarnation.
+        pool_fd: A memfd, not sealed yet; stays the caller's.
+        ucx: See NixlAgent.
+    """
+
+    def __init__(self, *, name: str, pool_fd: int, ucx: Mapping[str, str] | None = None) -> None:
+        self._name = name
+        self._pool_fd = pool_fd
+        self._ucx = dict(ucx or {})
+        self._process: Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_stopping = False
+
+    async def start(self) -> NixlAccess:
+        """Until it can be read; returns what peers need.
+
+        Raises:
+            NixlUnusableError: In words.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            fds = (self._pool_fd, theirs.fileno())
+            settings = json.dumps(self._ucx)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", __name__, *map(str, fds), self._name, settings),
+                stdin=DEVNULL,
+                pass_fds=fds,
+                # Ctrl-C is for the worker, which ends this process.
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(START_S):
+                line = await reader.readline()
+        except TimeoutError as error:
+            raise NixlUnusableError(f"NIXL did not start in {START_S:g} s") from error
+        return access_of(line)
+
+    async def watch(self) -> None:
+        """Until it has ended, which is told if nobody asked for it."""
+        assert self._process is not None
+        status = await self._process.wait()
+        if not self._is_stopping:
+            log.warning("kv.nixl_source_crashed", agent=self._name, status=status)
+
+    async def stop(self) -> None:
+        """May be called twice."""
+        self._is_stopping = True
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None and self._process.returncode is None:
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await self._process.wait()
+            finally:
+                if self._process.returncode is None:
+                    self._process.kill()
+            await self._process.wait()
+
+
+def access_of(report: str | bytes) -> NixlAccess:
+    """What `serve` has reported.
+
+    Raises:
+        NixlUnusableError: It could not start, in words.
+    """
+    if not report:
+        raise NixlUnusableError("the process for NIXL ended before it could be used")
+    values = json.loads(report)
+    if "error" in values:
+        raise NixlUnusableError(values["error"])
+    return NixlAccess(
+        agent_metadata=bytes.fromhex(values["agent_metadata"]),
+        base_address=values["base_address"],
+    )
+
+
+def serve(control: socket.socket, pool: OwnedRegion, name: str, ucx: Mapping[str, str]) -> None:
+    """Report on `control`, then answer readers until its other end is closed."""
+
+    def report(**what: Any) -> None:
+        control.sendall(json.dumps(what).encode() + b"\n")
+
+    try:
+        agent = NixlAgent(name, [pool.bytes], ucx=ucx)
+    except NixlUnusableError as error:
+        report(error=error.message)
+        return
+    report(agent_metadata=agent.metadata.hex(), base_address=address_of(pool.bytes))
+    moved_at = began = time.monotonic()
+    while not select.select((control,), (), (), pause_s(began - moved_at, most_s=_MAX_PAUSE_S))[0]:
+        began = time.monotonic()
+        agent.progress()
+        if time.monotonic() - began > _WORK_S:
+            moved_at = began
+    agent.close()
+
+
+def main(pool_fd: str, control_fd: str, name: str, ucx: str) -> None:
+    pool = OwnedRegion.attach(int(pool_fd))
+    with socket.socket(fileno=int(control_fd)) as control:
+        serve(control, pool, name, json.loads(ucx))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
