@@ -296,11 +296,14 @@ async def test_metrics_of_all_processes_moved(served: Served) -> None:
         'moonpool_stage_seconds_count{stage="deliver"}',
         'moonpool_cancelled_total{phase="stream"}',
         'moonpool_actual_hit_tokens_total{model="tiny"}',
+        'moonpool_index_blocks{worker="decode-0"}',
+        'moonpool_index_batches_total{outcome="read"}',
     ):
         assert f"\n{name} " in router, name
     for name in (
         'moonpool_kv_transfer_bytes_total{backend="shm"}',
         'moonpool_kv_transfer_seconds_count{backend="shm"}',
         'moonpool_step_seconds_count{part="forward"}',
+        'moonpool_kv_event_batches_total{outcome="sent"}',
     ):
         assert f"\n{name} " in decode, name
