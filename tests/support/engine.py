@@ -16,6 +16,7 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.block_hash import NamespaceSeed
 from moonpool.kv.layout import KvDtype, KvLayout
+from moonpool.native import Kernels, kernels
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
@@ -43,8 +44,9 @@ def make_runner(
     max_num_seqs: int = 16,
     layout: KvLayout | None = None,
     buffer: bytearray | None = None,
+    form: Kernels | None = None,
 ) -> ModelRunner:
-    """A runner over `buffer`, or over a pool of its own."""
+    """A runner over `buffer` or a pool of its own, with the kernels of this machine or `form`."""
     layout = layout or model_dir.config.kv_layout(num_blocks, dtype)
     return load_runner(
         model_dir,
@@ -52,6 +54,7 @@ def make_runner(
         layout,
         dtype=dtype,
         max_num_seqs=max_num_seqs,
+        kernels=form or kernels(),
     )
 
 

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from moonpool.engine.loader import load_model
 from moonpool.errors import ModelError
+from moonpool.native import kernels
 from support.engine import open_tiny
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
@@ -21,7 +22,7 @@ def load_changed(tmp_path: Path, change) -> None:
     weights = load_file(path / "model.safetensors")
     change(weights)
     save_file(weights, path / "model.safetensors")
-    load_model(open_tiny(path), "float32")
+    load_model(open_tiny(path), "float32", kernels=kernels())
 
 
 def test_loads_what_it_knows_and_ignores_old_buffers(tmp_path: Path) -> None:
@@ -55,4 +56,4 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(ModelError, match=r"model.safetensors is damaged"):
-        load_model(open_tiny(path), "float32")
+        load_model(open_tiny(path), "float32", kernels=kernels())

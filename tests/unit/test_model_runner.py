@@ -15,6 +15,7 @@ from moonpool.engine.runner import ModelRunner, load_runner
 from moonpool.hub.model_dir import ModelDir
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.layout import KvLayout
+from moonpool.native import kernels
 from support.engine import NoMark, open_tiny
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
@@ -36,7 +37,12 @@ class Engine:
         self.buffer = bytearray(self.layout.pool_bytes)
         self.pool = KvPool(self.buffer, self.layout)
         self.runner: ModelRunner = load_runner(
-            model_dir, self.buffer, self.layout, dtype=dtype, max_num_seqs=4
+            model_dir,
+            self.buffer,
+            self.layout,
+            dtype=dtype,
+            max_num_seqs=4,
+            kernels=kernels(),
         )
 
     def run(self, *rows: StepRow, zero_tails=(), mark=None):
@@ -177,8 +183,10 @@ def test_bfloat16_kv_read_back_equals_kv_just_computed(model_dir: ModelDir) -> N
 def test_bfloat16_arithmetic_stays_close_on_every_path(model_dir: ModelDir) -> None:
     """What a CPU with bfloat16 products does; slow, but right, on one without."""
     engine, exact = Engine(model_dir, "bfloat16"), Engine(model_dir)
-    model = load_model(model_dir, "bfloat16", compute_dtype=torch.bfloat16)
-    engine.runner = ModelRunner(model, engine.buffer, engine.layout, max_num_seqs=4)
+    model = load_model(model_dir, "bfloat16", compute_dtype=torch.bfloat16, kernels=kernels())
+    engine.runner = ModelRunner(
+        model, engine.buffer, engine.layout, max_num_seqs=4, kernels=kernels()
+    )
     for one in (engine, exact):
         one.run(make_row(list(range(5, 25)), [1, 2], sample=None))
         one.run(make_row(list(range(30, 40)), [1, 2], start=20, sample=None))
@@ -202,5 +210,10 @@ def test_refuses_the_layout_of_another_model(model_dir: ModelDir) -> None:
     )
     with pytest.raises(ValueError, match="layout has"):
         load_runner(
-            model_dir, bytearray(layout.pool_bytes), layout, dtype="float32", max_num_seqs=1
+            model_dir,
+            bytearray(layout.pool_bytes),
+            layout,
+            dtype="float32",
+            max_num_seqs=1,
+            kernels=kernels(),
         )

@@ -1,46 +1,88 @@
-"""Linear: one weight matrix, in the orders in which this CPU multiplies best.
+"""Linear: one weight matrix, packed once for whoever multiplies by it on this CPU.
 
-A weight is packed once for oneDNN, which then needs no reordering in any step: from two rows to a few
-hundred that is up to twice as fast as functional.linear, and never slower. One row of float32 is a
-matrix-vector product, which is as fast as memory only if it runs along the longer side of the matrix:
-for that a second, plain copy is kept (twice the memory, 1.5 times the tokens per second at batch 1).
-bfloat16 needs no copy: oneDNN's packed product of one row is the fastest there. What oneDNN does not
-pack on this CPU stays a plain matrix.
+A CPU without bfloat16 arithmetic: the C library (native/src/linear.c), for any number of rows. It keeps
+a weight of bfloat16 in 2 bytes and expands it in registers, and one of float32 in 4. A step of few rows
+is bound by reading the weights once, and many rows are multiplied as fast as oneDNN multiplies float32.
+A row's result does not depend on the other rows. It works in one thread.
+
+Otherwise oneDNN: a weight is packed once, so that no step reorders it. One row of float32 is as fast as
+memory only along the longer side of the matrix: for that a second, plain copy is kept (8 bytes a
+weight). bfloat16 needs no copy. What oneDNN does not pack on this CPU stays a plain matrix.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: Rows that the packing is chosen for: a small decode batch. Prefill loses nothing by it.
+from moonpool.native import Kernels, PackedLinear
+
+#: Rows that oneDNN's packing is chosen for: a small decode batch. Prefill loses nothing by it.
 _TYPICAL_ROWS = 8
 
 
 class Linear:
     """y = x W^T + b for a fixed W [out, in]."""
 
-    __slots__ = ("_bias", "_packed", "_plain")
+    __slots__ = ("_bias", "_native", "_packed", "_plain")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Keeps or copies `weight`; the caller may drop its own."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype, kernels: Kernels
+    ) -> None:
+        """Keeps or copies `weight`, whose values are kept exactly; the caller may drop its own.
+
+        `dtype` is that of x, y and `bias`, at least as wide as the weight's.
+        """
         self._bias = bias
         self._packed: Tensor | None = None
         #: [out, in] in either order of memory: for one row, or for all if nothing is packed.
-        self._plain: Tensor | None = weight
-        if _can_pack(weight.dtype):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
-            self._plain = _longer_side_contiguous(weight) if weight.dtype is torch.float32 else None
+        self._plain: Tensor | None = None
+        self._native = _native(weight, bias, dtype, kernels)
+        if self._native is not None:
+            return
+        self._plain = weight.to(dtype)
+        if _can_pack(dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._plain, _TYPICAL_ROWS)
+            is_narrow = dtype is torch.bfloat16
+            self._plain = None if is_narrow else _longer_side_contiguous(self._plain)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, out] for x [rows, in]."""
+        if self._native is not None:
+            return _multiply(self._native, x)
         if self._plain is not None and (self._packed is None or len(x) == 1):
             return functional.linear(x, self._plain, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed, self._bias, "none", [], ""
         )
         return out
+
+
+def _multiply(linear: PackedLinear, x: Tensor) -> Tensor:
+    num_rows, num_in = x.shape
+    if num_in != linear.num_in or x.dtype is not torch.float32:
+        raise ValueError(f"x is {x.dtype}{list(x.shape)}, not float32[rows, {linear.num_in}]")
+    x = x.contiguous()
+    out = x.new_empty((num_rows, linear.num_out))
+    linear.multiply(x.data_ptr(), num_rows, out.data_ptr())
+    return out
+
+
+def _native(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels
+) -> PackedLinear | None:
+    if dtype is not torch.float32 or has_native_bfloat16() or torch.get_num_threads() > 1:
+        return None
+    bits = weight.contiguous()
+    return kernels.pack_linear(
+        # numpy has no bfloat16.
+        bits.view(torch.int16).numpy().view(np.uint16)
+        if weight.dtype is torch.bfloat16
+        else bits.numpy(),
+        None if bias is None else bias.numpy(),
+    )
 
 
 def _longer_side_contiguous(weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ is refused by name, except what older exporters added and nobody reads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from moonpool.errors import ModelError
 from moonpool.hub.model_config import ModelConfig
 from moonpool.hub.model_dir import ModelDir
 from moonpool.kv.layout import KvDtype
+from moonpool.native import Kernels
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -32,13 +34,14 @@ def load_model(
     *,
     num_positions: int | None = None,
     compute_dtype: torch.dtype | None = None,
+    kernels: Kernels,
 ) -> LlamaModel:
     """Loads all weights, rounded to `dtype`.
 
-    `compute_dtype` holds the rounded weights and does the arithmetic; by default `dtype`, except
-    that bfloat16 is computed in float32 where the CPU has no bfloat16 products: the weights have the
-    same values, the intermediate results more bits, and it is several times faster.
-    `num_positions` bounds the positions (default: the model's).
+    `compute_dtype` does the arithmetic; by default `dtype`, except that bfloat16 is computed in
+    float32 where the CPU has no bfloat16 products: the weights have the same values, the intermediate
+    results more bits, and it is several times faster.
+    `num_positions` bounds the positions (default: the model's). `kernels` may multiply.
 
     Raises:
         ModelError: a tensor is missing, of the wrong shape, or unknown; names file and tensor.
@@ -48,10 +51,11 @@ def load_model(
         is_emulated = stored is torch.bfloat16 and not has_native_bfloat16()
         compute_dtype = torch.float32 if is_emulated else stored
     config = model_dir.config
-    reader = _Reader(model_dir.weight_files, stored, compute_dtype)
+    reader = _Reader(model_dir.weight_files, stored)
+    build = _LayerBuilder(reader=reader, config=config, dtype=compute_dtype, kernels=kernels)
     embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-    layers = tuple(_layer(reader, config, index) for index in range(config.num_layers))
-    final_norm = reader.take("model.norm.weight", (config.hidden_size,))
+    layers = tuple(build.layer(index) for index in range(config.num_layers))
+    final_norm = reader.take("model.norm.weight", (config.hidden_size,)).to(compute_dtype)
     if config.is_embedding_tied:
         reader.skip("lm_head.weight")
         head = embedding
@@ -64,39 +68,55 @@ def load_model(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
-        lm_head=Linear(head),
+        lm_head=Linear(head, None, dtype=compute_dtype, kernels=kernels),
         rope=RopeTable(config, num_positions or config.max_positions),
     )
 
 
-def _layer(reader: _Reader, config: ModelConfig, index: int) -> LlamaLayer:
-    prefix = f"model.layers.{index}"
-    hidden, middle = config.hidden_size, config.intermediate_size
-    query_size = config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerBuilder:
+    """Takes a layer's tensors and packs them."""
 
-    def linear(parts: tuple[tuple[str, int], ...], in_size: int, has_bias: bool) -> Linear:
-        weights = [reader.take(f"{prefix}.{name}.weight", (out, in_size)) for name, out in parts]
+    reader: _Reader
+    config: ModelConfig
+    dtype: torch.dtype
+    kernels: Kernels
+
+    def layer(self, index: int) -> LlamaLayer:
+        config, prefix = self.config, f"model.layers.{index}"
+        hidden, middle = config.hidden_size, config.intermediate_size
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        qkv = {
+            f"{prefix}.self_attn.q_proj": query_size,
+            f"{prefix}.self_attn.k_proj": kv_size,
+            f"{prefix}.self_attn.v_proj": kv_size,
+        }
+        gate_up = {f"{prefix}.mlp.gate_proj": middle, f"{prefix}.mlp.up_proj": middle}
+        attention_out = {f"{prefix}.self_attn.o_proj": hidden}
+        attention_bias, mlp_bias = config.has_attention_bias, config.has_mlp_bias
+        return LlamaLayer(
+            attention_norm=self._norm(f"{prefix}.input_layernorm"),
+            qkv=self._linear(qkv, hidden, attention_bias),
+            attention_out=self._linear(attention_out, query_size, attention_bias),
+            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm"),
+            gate_up=self._linear(gate_up, hidden, mlp_bias),
+            down=self._linear({f"{prefix}.mlp.down_proj": hidden}, middle, mlp_bias),
+        )
+
+    def _norm(self, name: str) -> Tensor:
+        return self.reader.take(f"{name}.weight", (self.config.hidden_size,)).to(self.dtype)
+
+    def _linear(self, parts: Mapping[str, int], in_size: int, has_bias: bool) -> Linear:
+        """One matrix of `parts`, output sizes by name, one below the other."""
+        take = self.reader.take
+        weights = [take(f"{name}.weight", (out, in_size)) for name, out in parts.items()]
         bias = None
         if has_bias:
-            bias = torch.cat([reader.take(f"{prefix}.{name}.bias", (out,)) for name, out in parts])
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
-
-    qkv = (
-        ("self_attn.q_proj", query_size),
-        ("self_attn.k_proj", kv_size),
-        ("self_attn.v_proj", kv_size),
-    )
-    gate_up = (("mlp.gate_proj", middle), ("mlp.up_proj", middle))
-    attention_bias, mlp_bias = config.has_attention_bias, config.has_mlp_bias
-    return LlamaLayer(
-        attention_norm=reader.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        qkv=linear(qkv, hidden, attention_bias),
-        attention_out=linear((("self_attn.o_proj", hidden),), query_size, attention_bias),
-        mlp_norm=reader.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=linear(gate_up, hidden, mlp_bias),
-        down=linear((("mlp.down_proj", hidden),), middle, mlp_bias),
-    )
+            biases = [take(f"{name}.bias", (out,)) for name, out in parts.items()]
+            bias = torch.cat(biases).to(self.dtype)
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return Linear(weight, bias, dtype=self.dtype, kernels=self.kernels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +128,8 @@ class _Entry:
 class _Reader:
     """Tensors of one or several safetensors files, each taken once."""
 
-    def __init__(self, files: tuple[Path, ...], stored: torch.dtype, compute: torch.dtype) -> None:
+    def __init__(self, files: tuple[Path, ...], stored: torch.dtype) -> None:
         self._stored = stored
-        self._compute = compute
         self._open: dict[Path, Any] = {}  # Any: safetensors has no types
         self._entries: dict[str, _Entry] = {}
         for file in files:
@@ -124,7 +143,7 @@ class _Reader:
             self._open[file] = handle
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, rounded to the stored dtype, in the compute dtype, in memory of its own."""
+        """The tensor, rounded to the stored dtype, in memory of its own."""
         entry = self._entries.pop(name, None)
         if entry is None:
             names = ", ".join(sorted(file.name for file in self._open))
@@ -137,7 +156,7 @@ class _Reader:
         tensor: Tensor = self._open[entry.file].get_tensor(name)
         if not tensor.is_floating_point():
             raise ModelError(f"{entry.file}: tensor {name} is {tensor.dtype}, not floating point")
-        return tensor.to(self._stored).to(self._compute).clone()
+        return tensor.to(self._stored, copy=True)
 
     def skip(self, name: str) -> None:
         self._entries.pop(name, None)

@@ -37,11 +37,12 @@ class LlamaLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaModel:
-    """Weights of a whole model in the compute dtype."""
+    """Weights of a whole model."""
 
     config: ModelConfig
+    #: Of the arithmetic, the norms and the biases.
     dtype: torch.dtype
-    #: [vocab, hidden]
+    #: [vocab, hidden], in the dtype of the weights' values.
     embedding: Tensor
     layers: tuple[LlamaLayer, ...]
     final_norm: Tensor
@@ -72,7 +73,7 @@ class LlamaModel:
         num_heads, eps = config.num_heads, config.rms_norm_eps
         num_rotated = num_heads + config.num_kv_heads
         cos, signed_sin = self.rope.at(positions, self.dtype)
-        hidden = functional.embedding(token_ids, self.embedding)
+        hidden = functional.embedding(token_ids, self.embedding).to(self.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             normed = _rms_norm(hidden, layer.attention_norm, eps)

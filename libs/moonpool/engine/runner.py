@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from moonpool.core.step import LayerMark, StepPlan, StepResult, StepTiming
-from moonpool.engine.attention import TorchPagedAttention
+from moonpool.engine.attention import AttentionBackend, TorchPagedAttention
 from moonpool.engine.batch import Int64Array, build_batch
 from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.loader import load_model
 from moonpool.engine.model import LlamaModel
+from moonpool.engine.native_attention import NativePagedAttention
 from moonpool.engine.sampler import sample
 from moonpool.hub.model_dir import ModelDir
 from moonpool.kv.layout import KvDtype, KvLayout
+from moonpool.native import Kernels, LeafGeometry
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -33,7 +35,13 @@ class ModelRunner:
     """Runs plans over one pool. Not thread-safe; one plan at a time."""
 
     def __init__(
-        self, model: LlamaModel, buffer: WriteableBuffer, layout: KvLayout, *, max_num_seqs: int
+        self,
+        model: LlamaModel,
+        buffer: WriteableBuffer,
+        layout: KvLayout,
+        *,
+        max_num_seqs: int,
+        kernels: Kernels,
     ) -> None:
         """`buffer` is the writable pool; it must outlive the runner and hold `layout`."""
         config = model.config
@@ -44,7 +52,7 @@ class ModelRunner:
             raise ValueError(f"layout has (layers, KV heads, head size) {shape}, model {expected}")
         self._model = model
         self._pool = KvPool(buffer, layout)
-        self._attention = TorchPagedAttention(self._pool, config.num_heads, model.dtype)
+        self._attention = _attention(model, self._pool, buffer, kernels)
         #: Last token drawn into each slot.
         self._last_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -110,6 +118,22 @@ class ModelRunner:
         return self._pool.token_index(blocks[is_unused], offsets[is_unused])
 
 
+def _attention(
+    model: LlamaModel, pool: KvPool, buffer: WriteableBuffer, kernels: Kernels
+) -> AttentionBackend:
+    num_heads = model.config.num_heads
+    if model.dtype is torch.float32:
+        decode = kernels.decode_attention(
+            np.frombuffer(memoryview(buffer), np.uint8),
+            LeafGeometry.of_layout(pool.layout),
+            group_size=num_heads // pool.num_kv_heads,
+            is_bfloat16=pool.dtype is torch.bfloat16,
+        )
+        if decode is not None:
+            return NativePagedAttention(pool, num_heads, decode)
+    return TorchPagedAttention(pool, num_heads, model.dtype)
+
+
 def load_runner(
     model_dir: ModelDir,
     buffer: WriteableBuffer,
@@ -117,6 +141,7 @@ def load_runner(
     *,
     dtype: KvDtype,
     max_num_seqs: int,
+    kernels: Kernels,
     max_model_len: int | None = None,
     num_threads: int = 1,
 ) -> ModelRunner:
@@ -127,5 +152,5 @@ def load_runner(
         ValueError: the layout is not this model's, or the buffer is too small.
     """
     torch.set_num_threads(num_threads)
-    model = load_model(model_dir, dtype, num_positions=max_model_len)
-    return ModelRunner(model, buffer, layout, max_num_seqs=max_num_seqs)
+    model = load_model(model_dir, dtype, num_positions=max_model_len, kernels=kernels)
+    return ModelRunner(model, buffer, layout, max_num_seqs=max_num_seqs, kernels=kernels)

@@ -85,6 +85,7 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
             max_num_seqs=boot.core.max_num_seqs,
             max_model_len=boot.core.max_model_len,
             num_threads=boot.num_threads,
+            kernels=kernels(),
         )
     except MoonpoolError as error:
         link.announce(EngineFailed(code=error.code, message=error.message))
