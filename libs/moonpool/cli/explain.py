@@ -178,7 +178,7 @@ def _print_leg(leg: str, selection: Selection, console: Console) -> None:
         mark = "* " if candidate.key == selection.key else ""
         table.add_column(mark + candidate.key.worker_id, justify="right")
     table.add_row("score", *map(_score, shown))
-    for row, (name, _) in enumerate(selection.terms):
+    for row, name in enumerate(selection.term_names):
         write = _format(name)
         table.add_row(_heading(name), *(write(candidate.terms[row][1]) for candidate in shown))
     console.print(table)

@@ -39,11 +39,13 @@ class DynamoLinear:
         incoming = num_blocks(table, forecast.query.num_tokens)
         overlap = forecast.num_cached_tokens / table.block_size
         cost: FloatArray = (
-            np.maximum(table.num_used_blocks + incoming - overlap, 0.0) + table.num_requests
+            np.maximum(forecast.num_used_blocks + incoming - overlap, 0.0) + table.num_requests
         )
         return self._choose(forecast, is_open, cost, "decode")
 
-    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
+    def choose_prefill(
+        self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
+    ) -> Choice:
         return self._choose(forecast, is_open, self._cost(forecast), "prefill")
 
     def _cost(self, forecast: Forecast) -> FloatArray:
@@ -52,7 +54,7 @@ class DynamoLinear:
         queued = table.num_queued_tokens / table.block_size
         overlap = forecast.num_cached_tokens / table.block_size
         prefill = np.maximum(queued + incoming - config.overlap_score_weight * overlap, 0.0)
-        cost: FloatArray = config.prefill_load_scale * prefill + table.num_used_blocks + incoming
+        cost: FloatArray = config.prefill_load_scale * prefill + forecast.num_used_blocks + incoming
         return cost
 
     def _choose(self, forecast: Forecast, is_open: BoolArray, cost: FloatArray, leg: str) -> Choice:

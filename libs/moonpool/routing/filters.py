@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
 from moonpool.ids import WorkerKey
-from moonpool.routing.fleet_table import BoolArray, FleetTable, IntArray
+from moonpool.routing.fleet_table import FleetTable, IntArray
 from moonpool.routing.query import PlacementQuery
 from moonpool.routing.selection import FILTER_NUMBER, OTHER_ROLE, FilterReason
 
@@ -36,33 +34,41 @@ def filter_decode(table: FleetTable, query: PlacementQuery) -> FilterArray:
     filters[(filters == 0) & is_told & (needed > table.num_available_blocks)] = _NO_ROOM
     filters[is_told & (needed > table.num_total_blocks)] = _NEVER_FITS
     filters[~table.can_decode] = OTHER_ROLE
-    return _inhibit(table, filters)
+    _inhibit(table, filters)
+    return filters
 
 
-def filter_prefill(
-    table: FleetTable, query: PlacementQuery, *, decode: WorkerKey | None
-) -> FilterArray:
-    """int8[worker], indices into FILTERS: why each may not prefill it for `decode`."""
+def filter_prefill(table: FleetTable, query: PlacementQuery) -> FilterArray:
+    """int8[worker], indices into FILTERS: why each may not prefill it, whoever decodes."""
     filters = _common(table, query.unfit)
-    filters[table.rows_of(query.lost)] = _LOST_SOURCE
-    if decode is not None:
-        filters[table.rows_of((decode,))] = _IS_DECODE
+    if query.lost:
+        filters[table.rows_of(query.lost)] = _LOST_SOURCE
     filters[~table.can_prefill] = OTHER_ROLE
-    return _inhibit(table, filters)
+    return filters
 
 
-def _common(table: FleetTable, unfit: Iterable[WorkerKey]) -> FilterArray:
+def filter_sources(table: FleetTable, prefill_filters: FilterArray, decode_row: int) -> FilterArray:
+    """The same for one decode worker, which is not its own source."""
+    filters = prefill_filters.copy()
+    if table.can_prefill[decode_row]:
+        filters[decode_row] = _IS_DECODE
+    _inhibit(table, filters)
+    return filters
+
+
+def _common(table: FleetTable, unfit: frozenset[WorkerKey]) -> FilterArray:
     filters = np.zeros(len(table), np.int8)
     filters[table.is_full] = _NO_ROOM
     filters[table.is_draining] = _DRAINING
-    filters[table.rows_of(unfit)] = _NEVER_FITS
+    if unfit:
+        filters[table.rows_of(unfit)] = _NEVER_FITS
     return filters
 
 
-def _inhibit(table: FleetTable, filters: FilterArray) -> FilterArray:
-    """A worker that failed is better than none."""
-    is_open: BoolArray = filters == 0
-    is_healthy = is_open & ~table.is_inhibited
-    if is_healthy.any():
+def _inhibit(table: FleetTable, filters: FilterArray) -> None:
+    """In place. A worker that failed is better than none."""
+    if not table.is_inhibited.any():
+        return
+    is_open = filters == 0
+    if (is_open & ~table.is_inhibited).any():
         filters[is_open & table.is_inhibited] = _INHIBITED
-    return filters

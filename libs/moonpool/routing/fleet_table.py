@@ -26,23 +26,17 @@ BoolArray = npt.NDArray[np.bool_]
 _NOMINAL = np.array([0.0, 1e-4, 0.0, float(1 << 30), 0.0, 0.0, 0.0])
 _NUM_OF_PREFILL = 4
 
-_ROW = np.dtype(
-    [
-        ("can_decode", np.bool_),
-        ("can_prefill", np.bool_),
-        ("is_draining", np.bool_),
-        ("is_full", np.bool_),
-        ("is_inhibited", np.bool_),
-        ("num_total_blocks", np.int64),
-        ("num_available_blocks", np.int64),
-        ("num_filled_blocks", np.int64),
-        ("num_requests", np.int64),
-        ("num_prefills", np.int64),
-        ("num_queued_tokens", np.int64),
-        ("block_size", np.int64),
-        ("bytes_per_token", np.int64),
-        ("num_layers", np.int64),
-    ]
+_BOOLS = ("can_decode", "can_prefill", "is_draining", "is_full", "is_inhibited")
+_COUNTS = (
+    "num_total_blocks",
+    "num_available_blocks",
+    "num_filled_blocks",
+    "num_requests",
+    "num_prefills",
+    "num_queued_tokens",
+    "block_size",
+    "bytes_per_token",
+    "num_layers",
 )
 
 
@@ -53,8 +47,26 @@ class FleetTable:
         self.keys: tuple[WorkerKey, ...] = ()
         self.infos: tuple[WorkerInfo, ...] = ()
         self._row_by_key: dict[WorkerKey, int] = {}
-        self._rows = np.zeros(0, _ROW)
         self._fits: list[WorkerFits] = []
+        #: bool[worker] each.
+        self.can_decode: BoolArray = np.zeros(0, np.bool_)
+        self.can_prefill: BoolArray = np.zeros(0, np.bool_)
+        self.is_draining: BoolArray = np.zeros(0, np.bool_)
+        self.is_full: BoolArray = np.zeros(0, np.bool_)
+        self.is_inhibited: BoolArray = np.zeros(0, np.bool_)
+        #: int64[worker] each.
+        self.num_total_blocks: IntArray = np.zeros(0, np.int64)
+        self.num_available_blocks: IntArray = np.zeros(0, np.int64)
+        #: Blocks that hold KV, in use or not: the size of its cache.
+        self.num_filled_blocks: IntArray = np.zeros(0, np.int64)
+        self.num_requests: IntArray = np.zeros(0, np.int64)
+        self.num_prefills: IntArray = np.zeros(0, np.int64)
+        self.num_queued_tokens: IntArray = np.zeros(0, np.int64)
+        self.block_size: IntArray = np.zeros(0, np.int64)
+        self.bytes_per_token: IntArray = np.zeros(0, np.int64)
+        self.num_layers: IntArray = np.zeros(0, np.int64)
+        #: Somebody has measured prefills: predictions are in seconds.
+        self.is_measured = False
         #: float64[coefficient, worker]: as measured, NaN where nothing is; and with the gaps filled.
         self._measured: FloatArray = np.zeros((len(_NOMINAL), 0))
         self._costs: FloatArray = np.zeros((len(_NOMINAL), 0))
@@ -98,75 +110,6 @@ class FleetTable:
                 column[row] = number
         return column
 
-    # -- columns --
-
-    @property
-    def can_decode(self) -> BoolArray:
-        return self._rows["can_decode"]
-
-    @property
-    def can_prefill(self) -> BoolArray:
-        return self._rows["can_prefill"]
-
-    @property
-    def is_draining(self) -> BoolArray:
-        return self._rows["is_draining"]
-
-    @property
-    def is_full(self) -> BoolArray:
-        return self._rows["is_full"]
-
-    @property
-    def is_inhibited(self) -> BoolArray:
-        return self._rows["is_inhibited"]
-
-    @property
-    def num_total_blocks(self) -> IntArray:
-        return self._rows["num_total_blocks"]
-
-    @property
-    def num_available_blocks(self) -> IntArray:
-        return self._rows["num_available_blocks"]
-
-    @property
-    def num_filled_blocks(self) -> IntArray:
-        """Blocks that hold KV, in use or not: the size of its cache."""
-        return self._rows["num_filled_blocks"]
-
-    @property
-    def num_requests(self) -> IntArray:
-        return self._rows["num_requests"]
-
-    @property
-    def num_prefills(self) -> IntArray:
-        return self._rows["num_prefills"]
-
-    @property
-    def num_queued_tokens(self) -> IntArray:
-        return self._rows["num_queued_tokens"]
-
-    @property
-    def block_size(self) -> IntArray:
-        return self._rows["block_size"]
-
-    @property
-    def bytes_per_token(self) -> IntArray:
-        return self._rows["bytes_per_token"]
-
-    @property
-    def num_layers(self) -> IntArray:
-        return self._rows["num_layers"]
-
-    @property
-    def num_used_blocks(self) -> IntArray:
-        """Blocks that requests hold: no new one can have them."""
-        return self.num_total_blocks - self.num_available_blocks
-
-    @property
-    def is_measured(self) -> bool:
-        """Somebody has measured prefills: predictions are in seconds."""
-        return not bool(np.isnan(self._measured[0]).all())
-
     # -- writing --
 
     def put(self, view: WorkerView) -> None:
@@ -177,22 +120,20 @@ class FleetTable:
         elif view.info is not self.infos[row]:
             self.infos = (*self.infos[:row], view.info, *self.infos[row + 1 :])
         info, load = view.info, view.load
-        self._rows[row] = (
-            info.role.can_decode,
-            info.role.can_prefill,
-            load.is_draining,
-            view.is_full,
-            view.is_inhibited,
-            load.num_total_blocks,
-            view.num_available_blocks,
-            load.num_total_blocks - load.num_free_blocks,
-            view.num_requests,
-            view.num_prefills,
-            view.num_queued_tokens,
-            info.block_size,
-            info.bytes_per_token,
-            info.num_layers,
-        )
+        self.can_decode[row] = info.role.can_decode
+        self.can_prefill[row] = info.role.can_prefill
+        self.is_draining[row] = load.is_draining
+        self.is_full[row] = view.is_full
+        self.is_inhibited[row] = view.is_inhibited
+        self.num_total_blocks[row] = load.num_total_blocks
+        self.num_available_blocks[row] = view.num_available_blocks
+        self.num_filled_blocks[row] = load.num_total_blocks - load.num_free_blocks
+        self.num_requests[row] = view.num_requests
+        self.num_prefills[row] = view.num_prefills
+        self.num_queued_tokens[row] = view.num_queued_tokens
+        self.block_size[row] = info.block_size
+        self.bytes_per_token[row] = info.bytes_per_token
+        self.num_layers[row] = info.num_layers
         if view.fits is not self._fits[row]:
             self._fits[row] = view.fits
             self._measured[:, row] = _coefficients(view.fits)
@@ -204,7 +145,8 @@ class FleetTable:
         row = self._row_by_key.get(key)
         if row is None:
             return
-        self._rows = np.delete(self._rows, row)
+        for name in (*_BOOLS, *_COUNTS):
+            setattr(self, name, np.delete(getattr(self, name), row))
         self.infos = (*self.infos[:row], *self.infos[row + 1 :])
         del self._fits[row]
         self._measured = np.delete(self._measured, row, axis=1)
@@ -215,7 +157,9 @@ class FleetTable:
         assert list(self.keys) == sorted(set(self.keys)), self.keys
         assert self.keys == tuple(info.key for info in self.infos)
         size = len(self.keys)
-        assert len(self._rows) == len(self._fits) == len(self._row_by_key) == size
+        for name in (*_BOOLS, *_COUNTS):
+            assert len(getattr(self, name)) == size, name
+        assert len(self._fits) == len(self._row_by_key) == size
         assert self.transfer_latency_s.shape == self.transfer_bytes_per_s.shape == (size, size)
         assert self._costs.shape == self._measured.shape == (len(_NOMINAL), size)
         assert np.isfinite(self._costs).all()
@@ -225,7 +169,8 @@ class FleetTable:
 
     def _insert(self, view: WorkerView) -> int:
         row = bisect_left(self.keys, view.key)
-        self._rows = np.insert(self._rows, row, np.zeros((), _ROW))
+        for name in (*_BOOLS, *_COUNTS):
+            setattr(self, name, np.insert(getattr(self, name), row, 0))
         self.infos = (*self.infos[:row], view.info, *self.infos[row:])
         self._fits.insert(row, view.fits)
         self._measured = np.insert(self._measured, row, _coefficients(view.fits), axis=1)
@@ -244,6 +189,7 @@ class FleetTable:
 
     def _fill_gaps(self) -> None:
         """Who has not measured is taken to be like those who have."""
+        self.is_measured = not bool(np.isnan(self._measured[0]).all())
         self._costs = self._measured.copy()
         for part in (slice(0, _NUM_OF_PREFILL), slice(_NUM_OF_PREFILL, len(_NOMINAL))):
             is_gap = np.isnan(self._costs[part.start])

@@ -10,7 +10,7 @@ and from it
 
     ready_s         max(queue_s, load_s) + compute_s: until the first token is drawn there
     interference_s  what its running decodes lose to the chunks (one of them: the unit is a request)
-    exposed_s       [decode, prefill] what a handoff adds after the token: its latency, and the part of
+    exposed_s       for a pair of workers: what a handoff adds after the token: its latency, and the part of
                     the transfer that no computing hides (the last layer at least)
     tpot_s          of a decode step with the request in it
     chunked_tpot_s  the same, the request's chunks spread over the tokens that are expected meanwhile
@@ -58,10 +58,18 @@ class Forecast:
         #: The last token is always computed, and a block is reused whole or not at all.
         limit = (query.num_tokens - 1) // table.block_size * table.block_size
         self.num_cached_tokens: IntArray = np.minimum(table.spread(query.num_cached_tokens), limit)
-        self._added_step_s = (
-            table.decode_per_request_s * table.num_requests
-            + table.decode_per_context_token_s * table.num_used_blocks * table.block_size
+        #: Blocks that requests hold: no new one can have them.
+        self.num_used_blocks: IntArray = table.num_total_blocks - table.num_available_blocks
+        #: Of each pool, 0 to 1; 0 while a worker has not told its pool.
+        self.used_fraction: FloatArray = self.num_used_blocks / np.maximum(
+            table.num_total_blocks, 1
         )
+        added_step_s = (
+            table.decode_per_request_s * table.num_requests
+            + table.decode_per_context_token_s * (self.num_used_blocks * table.block_size)
+        )
+        #: A step of a prefill, beside the decodes that run there.
+        self._step_s: FloatArray = table.prefill_base_s + added_step_s
         self.queue_s = self._queue_s()
         #: Tokens that a peer is expected to spare; 0 unless the plan is to fetch.
         self.num_read_tokens: IntArray = np.zeros(len(table), np.int64)
@@ -79,7 +87,7 @@ class Forecast:
         self.interference_s: FloatArray = np.where(is_disturbed, self.compute_s, 0.0)
         self.tpot_s: FloatArray = (
             table.decode_base_s
-            + self._added_step_s
+            + added_step_s
             + table.decode_per_request_s
             + table.decode_per_context_token_s * query.num_tokens
         )
@@ -96,28 +104,21 @@ class Forecast:
         """Tokens that each worker is expected to compute."""
         return self.query.num_tokens - self.num_cached_tokens - self.num_read_tokens
 
-    @property
-    def used_fraction(self) -> FloatArray:
-        """Of each pool, 0 to 1; 0 while a worker has not told its pool."""
-        table = self.table
-        return table.num_used_blocks / np.maximum(table.num_total_blocks, 1)
-
     def plan_kind(self, row: int) -> PlanKind:
         """What this worker is expected to do."""
         if self.num_read_tokens[row]:
             return PlanKind.FETCH
         return PlanKind.LOCAL if self.num_cached_tokens[row] else PlanKind.RECOMPUTE
 
-    def exposed_s(self, decode: slice | int, sources: IntArray) -> FloatArray:
-        """float64[decode..., source]: what the handoff adds after the first token."""
+    def exposed_s(self, decode_row: int) -> FloatArray:
+        """float64[source]: what a handoff to this worker adds after the first token."""
         table = self.table
         num_bytes = (
-            self.query.num_tokens - self.num_cached_tokens[decode]
-        ) * table.bytes_per_token[decode]
-        move_s = np.expand_dims(num_bytes, -1) / table.transfer_bytes_per_s[decode][..., sources]
-        last_layer_s = move_s / np.expand_dims(table.num_layers[decode], -1)
-        exposed: FloatArray = table.transfer_latency_s[decode][..., sources] + np.maximum(
-            last_layer_s, move_s - self.compute_s[sources]
+            self.query.num_tokens - self.num_cached_tokens[decode_row]
+        ) * table.bytes_per_token[decode_row]
+        move_s = num_bytes / table.transfer_bytes_per_s[decode_row]
+        exposed: FloatArray = table.transfer_latency_s[decode_row] + np.maximum(
+            move_s / table.num_layers[decode_row], move_s - self.compute_s
         )
         return exposed
 
@@ -127,53 +128,49 @@ class Forecast:
         Args:
             is_source: Who may prefill; never for itself. Infinite where nobody may.
         """
+        table = self.table
         sources = np.flatnonzero(is_source)
         if not len(sources):
-            return np.full(len(self.table), np.inf)
-        cost_s = self.ready_s + self.interference_s
+            return np.full(len(table), np.inf)
+        cost_s = self.ready_s[sources] + self.interference_s[sources]
         if len(sources) > _MAX_SOURCES:
-            best = np.argpartition(cost_s[sources], _MAX_SOURCES - 1)[:_MAX_SOURCES]
-            sources = np.sort(sources[best])
-        total = self.exposed_s(slice(None), sources) + cost_s[sources]
-        total[sources, np.arange(len(sources))] = np.inf
-        soonest: FloatArray = total.min(axis=1)
+            best = np.sort(np.argpartition(cost_s, _MAX_SOURCES - 1)[:_MAX_SOURCES])
+            sources, cost_s = sources[best], cost_s[best]
+        num_bytes = (self.query.num_tokens - self.num_cached_tokens) * table.bytes_per_token
+        move_s = num_bytes[:, None] / table.transfer_bytes_per_s[:, sources]
+        exposed_s = table.transfer_latency_s[:, sources] + np.maximum(
+            move_s / table.num_layers[:, None], move_s - self.compute_s[sources]
+        )
+        total_s = exposed_s + cost_s
+        total_s[sources, np.arange(len(sources))] = np.inf
+        soonest: FloatArray = total_s.min(axis=1)
         return soonest
 
     # -- parts --
 
-    def _prefill_s(
-        self, num_tokens: IntArray, num_cached_tokens: IntArray, *, is_per_peer: bool = False
-    ) -> FloatArray:
-        """Seconds for `num_tokens` behind `num_cached_tokens`, beside the decodes that run there."""
+    def _prefill_s(self, num_tokens: IntArray, num_cached_tokens: IntArray) -> FloatArray:
+        """Seconds for `num_tokens` behind `num_cached_tokens`, [worker] or [worker, peer]."""
         table = self.table
-        base_s = table.prefill_base_s + self._added_step_s
-        columns = (
-            base_s,
-            table.prefill_per_token_s,
-            table.prefill_per_work_s,
-            table.max_step_tokens,
-        )
-        if is_per_peer:
-            base_s, per_token_s, per_work_s, step = (column[:, None] for column in columns)
-        else:
-            base_s, per_token_s, per_work_s, step = columns
-        seconds: FloatArray = (
-            base_s * np.ceil(num_tokens / step)
-            + per_token_s * num_tokens
-            + per_work_s * (num_tokens * (num_tokens + 2 * num_cached_tokens))
+        step_s, max_step_tokens = self._step_s, table.max_step_tokens
+        per_token_s, per_work_s = table.prefill_per_token_s, table.prefill_per_work_s
+        if num_tokens.ndim > 1:
+            step_s, max_step_tokens = step_s[:, None], max_step_tokens[:, None]
+            per_token_s, per_work_s = per_token_s[:, None], per_work_s[:, None]
+        seconds: FloatArray = step_s * np.ceil(num_tokens / max_step_tokens) + num_tokens * (
+            per_token_s + per_work_s * (num_tokens + 2 * num_cached_tokens)
         )
         return seconds
 
     def _queue_s(self) -> FloatArray:
         """Seconds until what is queued is computed, taken as prompts of one step each."""
         table = self.table
-        step = table.max_step_tokens
-        num_queued_tokens = table.num_queued_tokens
-        num_full_steps = np.floor(num_queued_tokens / step)
+        step, num_queued_tokens = table.max_step_tokens, table.num_queued_tokens
+        num_steps = num_queued_tokens / step
+        num_full_steps = np.floor(num_steps)
         num_rest_tokens = num_queued_tokens - num_full_steps * step
         work = num_full_steps * step * step + num_rest_tokens * num_rest_tokens
         seconds: FloatArray = (
-            (table.prefill_base_s + self._added_step_s) * np.ceil(num_queued_tokens / step)
+            self._step_s * np.ceil(num_steps)
             + table.prefill_per_token_s * num_queued_tokens
             + table.prefill_per_work_s * work
         )
@@ -195,7 +192,7 @@ class Forecast:
             + num_read * table.bytes_per_token[:, None] / table.transfer_bytes_per_s[:, peers]
         )
         num_before = held[:, None] + num_read
-        compute_s = self._prefill_s(num_tokens - num_before, num_before, is_per_peer=True)
+        compute_s = self._prefill_s(num_tokens - num_before, num_before)
         ready_s = np.maximum(self.queue_s[:, None], load_s) + compute_s
         ready_s[~can_read] = np.inf
         best = ready_s.argmin(axis=1)

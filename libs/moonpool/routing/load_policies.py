@@ -21,7 +21,9 @@ class Random:
     ) -> Choice:
         return self._choose(forecast, is_open, "decode")
 
-    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
+    def choose_prefill(
+        self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
+    ) -> Choice:
         return self._choose(forecast, is_open, "prefill")
 
     def _choose(self, forecast: Forecast, is_open: BoolArray, leg: str) -> Choice:
@@ -42,7 +44,9 @@ class RoundRobin:
     ) -> Choice:
         return self._choose(forecast, is_open)
 
-    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
+    def choose_prefill(
+        self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
+    ) -> Choice:
         return self._choose(forecast, is_open)
 
     def _choose(self, forecast: Forecast, is_open: BoolArray) -> Choice:
@@ -65,5 +69,7 @@ class LeastLoaded:
         scores: FloatArray = forecast.table.num_requests + forecast.used_fraction
         return lowest(scores, is_open)
 
-    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
+    def choose_prefill(
+        self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
+    ) -> Choice:
         return lowest(forecast.table.num_queued_tokens.astype(np.float64), is_open)

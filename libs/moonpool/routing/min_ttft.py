@@ -58,8 +58,9 @@ class MinTtft:
         first = np.lexsort((load, forecast.tpot_s[rows]))[0]
         return Choice(row=int(rows[first]), scores=scores)
 
-    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
-        exposed_s = forecast.exposed_s(decode_row, np.arange(len(forecast.table)))
+    def choose_prefill(
+        self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
+    ) -> Choice:
         return lowest(forecast.ready_s + forecast.interference_s + exposed_s, is_open)
 
     def _within_slo(

@@ -34,8 +34,15 @@ class PlacementPolicy(Protocol):
         """
         ...
 
-    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
-        """Who prefills for this decode worker, if it is not done there. `is_open` as above."""
+    def choose_prefill(
+        self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
+    ) -> Choice:
+        """Who prefills for the decode worker, if it is not done there.
+
+        Args:
+            is_open: Who may; at least one.
+            exposed_s: float64[worker]: see Forecast.exposed_s.
+        """
         ...
 
 

@@ -30,7 +30,9 @@ class PrefixAffinity:
             return lowest(_load(forecast), is_open)
         return self._choose(forecast, is_open)
 
-    def choose_prefill(self, forecast: Forecast, is_open: BoolArray, *, decode_row: int) -> Choice:
+    def choose_prefill(
+        self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
+    ) -> Choice:
         return self._choose(forecast, is_open)
 
     def _choose(self, forecast: Forecast, is_open: BoolArray) -> Choice:

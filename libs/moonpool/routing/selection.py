@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,21 @@ class FilterReason(enum.StrEnum):
     IS_DECODE = "is_decode"
 
 
+#: A filter as a number in a column; 0 is a candidate, the last is a worker of another role.
+FILTERS: tuple[FilterReason | None, ...] = (None, *FilterReason)
+FILTER_NUMBER = {reason: number for number, reason in enumerate(FILTERS)}
+OTHER_ROLE = len(FILTERS)
+
+_NEVER_FITS = FILTER_NUMBER[FilterReason.NEVER_FITS]
+#: It could take the request now or when it has room.
+_IS_POSSIBLE = np.array(
+    [reason in (None, FilterReason.NO_ROOM, FilterReason.INHIBITED) for reason in FILTERS]
+)
+
+#: A term's name and its column over a fleet.
+Term = tuple[str, npt.NDArray[np.float64] | npt.NDArray[np.int64]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One worker in a selection: its score and every term, or why it is none."""
@@ -39,59 +55,51 @@ class Candidate:
     terms: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Selection:
-    """One leg of a placement. Columns over all workers of the right role, by key."""
+    """One leg of a placement. Columns over all workers of the right role, by key; never changed.
+
+    Many are kept, and few are looked at: `candidates` makes values of the columns.
+    """
 
     #: None if every worker is filtered.
     key: WorkerKey | None
     keys: tuple[WorkerKey, ...]
-    filtered: tuple[FilterReason | None, ...]
-    scores: tuple[float, ...]
-    terms: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    #: int8[worker], indices into FILTERS.
+    filters: npt.NDArray[np.int8]
+    term_names: tuple[str, ...]
+    #: float64[1 + term, worker]: the policy's scores, then the terms.
+    values: npt.NDArray[np.float64]
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """One value per worker, made when it is asked for."""
+        rows = self.values.T.tolist()
         return tuple(
             Candidate(
                 key=key,
-                score=score if reason is None else None,
-                filtered=reason,
-                terms=tuple((name, column[row]) for name, column in self.terms),
+                score=score if number == 0 else None,
+                filtered=FILTERS[number],
+                terms=tuple(zip(self.term_names, terms, strict=True)),
             )
-            for row, (key, reason, score) in enumerate(
-                zip(self.keys, self.filtered, self.scores, strict=True)
+            for key, number, (score, *terms) in zip(
+                self.keys, self.filters.tolist(), rows, strict=True
             )
         )
 
     @property
     def num_workers(self) -> int:
         """Workers that could take it now or when they have room."""
-        return sum(
-            reason in (None, FilterReason.NO_ROOM, FilterReason.INHIBITED)
-            for reason in self.filtered
-        )
+        return int(_IS_POSSIBLE[self.filters].sum())
 
     @property
     def can_never_fit(self) -> bool:
         """There are workers, and none of them can ever hold the request."""
-        return bool(self.filtered) and all(
-            reason is FilterReason.NEVER_FITS for reason in self.filtered
-        )
+        return bool(self.keys) and bool((self.filters == _NEVER_FITS).all())
 
     def term(self, key: WorkerKey, name: str) -> float:
         """One term of one candidate."""
-        return dict(self.terms)[name][self.keys.index(key)]
-
-
-#: A term's name and its column over a fleet.
-Term = tuple[str, npt.NDArray[np.float64] | npt.NDArray[np.int64]]
-
-#: A filter as a number in a column; 0 is a candidate, the last is a worker of another role.
-FILTERS: tuple[FilterReason | None, ...] = (None, *FilterReason)
-FILTER_NUMBER = {reason: number for number, reason in enumerate(FILTERS)}
-OTHER_ROLE = len(FILTERS)
+        return float(self.values[1 + self.term_names.index(name), self.keys.index(key)])
 
 
 def make_selection(
@@ -100,7 +108,7 @@ def make_selection(
     filters: npt.NDArray[np.int8],
     row: int | None,
     scores: npt.NDArray[np.float64],
-    terms: tuple[Term, ...],
+    terms: Sequence[Term],
 ) -> Selection:
     """The record of a choice among all workers of a table; those of another role are left out.
 
@@ -108,20 +116,20 @@ def make_selection(
         filters: int8[worker], indices into FILTERS, or OTHER_ROLE.
         row: The chosen worker's.
     """
+    key = keys[row] if row is not None else None
+    values = np.array([scores, *(column for _, column in terms)], np.float64)
     is_here = filters != OTHER_ROLE
-    if is_here.all():
-        return Selection(
-            key=keys[row] if row is not None else None,
-            keys=keys,
-            filtered=tuple([FILTERS[number] for number in filters.tolist()]),
-            scores=tuple(scores.tolist()),
-            terms=tuple([(name, tuple(column.tolist())) for name, column in terms]),
+    if not is_here.all():
+        rows = np.flatnonzero(is_here)
+        keys, filters, values = (
+            tuple([keys[i] for i in rows.tolist()]),
+            filters[rows],
+            values[:, rows],
         )
-    rows = np.flatnonzero(is_here)
     return Selection(
-        key=keys[row] if row is not None else None,
-        keys=tuple([keys[here] for here in rows.tolist()]),
-        filtered=tuple([FILTERS[number] for number in filters[rows].tolist()]),
-        scores=tuple(scores[rows].tolist()),
-        terms=tuple([(name, tuple(column[rows].tolist())) for name, column in terms]),
+        key=key,
+        keys=keys,
+        filters=filters,
+        term_names=tuple([name for name, _ in terms]),
+        values=values,
     )

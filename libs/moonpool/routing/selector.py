@@ -15,7 +15,7 @@ from moonpool.ids import WorkerKey
 from moonpool.routing.config import PolicyName, RoutingConfig
 from moonpool.routing.disagg_decider import DisaggDecision, Prediction, decide
 from moonpool.routing.dynamo_linear import DynamoLinear
-from moonpool.routing.filters import FilterArray, filter_decode, filter_prefill
+from moonpool.routing.filters import FilterArray, filter_decode, filter_prefill, filter_sources
 from moonpool.routing.fleet_table import FleetTable, FloatArray
 from moonpool.routing.forecast import Forecast, PlanKind
 from moonpool.routing.load_policies import LeastLoaded, Random, RoundRobin
@@ -96,7 +96,7 @@ class Selector:
         """Decide; nothing is changed. Who has no room now may have some later."""
         forecast = Forecast(table, query, reads_from_peers=self._config.reads_from_peers)
         decode_filters = filter_decode(table, query)
-        prefill_filters = filter_prefill(table, query, decode=None)
+        prefill_filters = filter_prefill(table, query)
         remote_s = forecast.remote_s(prefill_filters == 0)
         is_open = decode_filters == 0
         choice = None
@@ -105,20 +105,24 @@ class Selector:
         decode = _decode_selection(forecast, decode_filters, choice, remote_s)
         if choice is None or decode.key is None:
             return self._decision(forecast, decode=decode)
-        return self._place_prefill(forecast, decode, choice.row, decode.key)
+        return self._place_prefill(forecast, prefill_filters, decode, choice.row)
 
     # -- parts --
 
     def _place_prefill(
-        self, forecast: Forecast, decode: Selection, decode_row: int, decode_key: WorkerKey
+        self,
+        forecast: Forecast,
+        prefill_filters: FilterArray,
+        decode: Selection,
+        decode_row: int,
     ) -> PlacementDecision:
         table, query = forecast.table, forecast.query
-        filters = filter_prefill(table, query, decode=decode_key)
+        filters = filter_sources(table, prefill_filters, decode_row)
+        exposed_s = forecast.exposed_s(decode_row)
         is_open = filters == 0
         choice = None
         if is_open.any():
-            choice = self._policy.choose_prefill(forecast, is_open, decode_row=decode_row)
-        exposed_s = forecast.exposed_s(decode_row, np.arange(len(table)))
+            choice = self._policy.choose_prefill(forecast, is_open, exposed_s=exposed_s)
         prefill = _prefill_selection(forecast, filters, choice, exposed_s)
         disagg = decide(
             self._config.disagg,

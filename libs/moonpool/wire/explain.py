@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from moonpool.api.v1 import admin_pb2 as pb
 from moonpool.dispatch.effects import Placement
 from moonpool.ids import RequestId
 from moonpool.routing.config import PolicyName
 from moonpool.routing.disagg_decider import DisaggDecision, DisaggReason, Prediction
 from moonpool.routing.forecast import PlanKind
-from moonpool.routing.selection import FilterReason, Selection
+from moonpool.routing.selection import FILTER_NUMBER, FilterReason, Selection
 from moonpool.routing.selector import PeerMatch, PlacementDecision, PrefillPlan
 from moonpool.wire.fields import invalid, known, name, text
 from moonpool.wire.request import attempt_from_pb, worker_key_from_pb, worker_key_to_pb
@@ -79,7 +81,7 @@ def _placement_to_pb(placement: Placement, now: float) -> pb.ExplainedPlacement:
 def _leg_to_pb(selection: Selection) -> pb.ExplainedLeg:
     return pb.ExplainedLeg(
         chosen=worker_key_to_pb(selection.key) if selection.key is not None else None,
-        term_names=[term_name for term_name, _ in selection.terms],
+        term_names=selection.term_names,
         candidates=[
             pb.ExplainedCandidate(
                 worker=worker_key_to_pb(candidate.key),
@@ -143,18 +145,21 @@ def _leg_from_pb(message: pb.ExplainedLeg, path: str) -> Selection:
             worker_key_from_pb(candidate.worker, f"{path}.candidates[{index}].worker")
             for index, candidate in enumerate(candidates)
         ),
-        filtered=tuple(
-            known(_FILTERS, candidate.filtered, f"{path}.candidates[{index}].filtered")
-            for index, candidate in enumerate(candidates)
+        filters=np.array(
+            [
+                FILTER_NUMBER[
+                    known(_FILTERS, candidate.filtered, f"{path}.candidates[{index}].filtered")
+                ]
+                for index, candidate in enumerate(candidates)
+            ],
+            np.int8,
         ),
-        scores=tuple(candidate.score for candidate in candidates),
-        terms=tuple(
-            (
-                name(term_name, f"{path}.term_names"),
-                tuple(candidate.terms[index] for candidate in candidates),
-            )
-            for index, term_name in enumerate(message.term_names)
-        ),
+        term_names=tuple(name(term_name, f"{path}.term_names") for term_name in message.term_names),
+        values=np.array(
+            [[candidate.score, *candidate.terms] for candidate in candidates], np.float64
+        )
+        .reshape(len(candidates), 1 + num_terms)
+        .T,
     )
 
 

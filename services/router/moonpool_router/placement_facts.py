@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from moonpool.dispatch.effects import Placement
-from moonpool.routing.selection import Selection
+from moonpool.routing.selection import FILTERS, Selection
 
 #: Candidates whose scores are told, the best first.
 _MAX_SCORES = 8
@@ -52,14 +54,12 @@ def placement_facts(placement: Placement) -> dict[str, Fact]:
 
 def _scores(selection: Selection) -> str:
     """`decode-0=0.21 decode-1=no_room`: each candidate's score, or why it has none."""
-    ordered = sorted(
-        zip(selection.keys, selection.filtered, selection.scores, strict=True),
-        key=lambda entry: (entry[1] is not None, entry[2]),
-    )
-    words = [
-        f"{key.worker_id}={score:.4g}" if reason is None else f"{key.worker_id}={reason.value}"
-        for key, reason, score in ordered[:_MAX_SCORES]
-    ]
+    ordered = np.lexsort((selection.values[0], selection.filters != 0)).tolist()
+    words = []
+    for row in ordered[:_MAX_SCORES]:
+        reason = FILTERS[selection.filters[row]]
+        score = f"{selection.values[0, row]:.4g}" if reason is None else reason.value
+        words.append(f"{selection.keys[row].worker_id}={score}")
     if len(ordered) > _MAX_SCORES:
         words.append(f"and {len(ordered) - _MAX_SCORES} more")
     return " ".join(words)
