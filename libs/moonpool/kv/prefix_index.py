@@ -36,7 +36,7 @@ import numpy as np
 
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
 from moonpool.kv.block_key import KeyArray, are_distinct, keys_digest
-from moonpool.kv.key_table import ArrayKeyTable, KeyTable
+from moonpool.kv.key_table import DictKeyTable, KeyTable
 from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapshot
 
 #: Replaced incarnations remembered per worker; what is heard of older ones is long invalid.
@@ -67,7 +67,7 @@ class PrefixIndex:
     """See the file's head. What is heard of a worker that is not joined is ignored.
 
     Args:
-        table: Empty, and this index's own; in numpy if None.
+        table: Empty, and this index's own; in Python if None.
         max_held_batches: Per worker: batches held while it is behind or wrong.
         max_held_keys: Per worker: keys in them.
     """
@@ -81,7 +81,7 @@ class PrefixIndex:
     ) -> None:
         self._max_held_batches = max_held_batches
         self._max_held_keys = max_held_keys
-        self._table = ArrayKeyTable() if table is None else table
+        self._table = DictKeyTable() if table is None else table
         self._followers: dict[WorkerKey, _Follower] = {}
         self._worker_by_number: dict[int, WorkerKey] = {}
         #: The last incarnation joined, followed or not.
@@ -128,12 +128,14 @@ class PrefixIndex:
         follower = self._followers.get(worker)
         if follower is None:
             return False
-        self._hear(follower, batch.head)
-        if follower.is_wrong or batch.head.sequence > follower.head.sequence + 1:
-            self._hold(follower, batch)
-        elif batch.head.sequence == follower.head.sequence + 1:
+        _hear(follower, batch.head)
+        num_ahead = batch.head.sequence - follower.head.sequence
+        if num_ahead == 1 and not follower.is_wrong:
             self._change(follower, batch)
-            self._apply_held(follower)
+            if follower.held:
+                self._apply_held(follower)
+        elif num_ahead > 0:
+            self._hold(follower, batch)
         return follower.needs_snapshot
 
     def note_head(self, worker: WorkerKey, head: SetHead) -> bool:
@@ -141,7 +143,7 @@ class PrefixIndex:
         follower = self._followers.get(worker)
         if follower is None:
             return False
-        self._hear(follower, head)
+        _hear(follower, head)
         return follower.needs_snapshot
 
     def load_snapshot(self, worker: WorkerKey, snapshot: SetSnapshot) -> bool:
@@ -183,8 +185,8 @@ class PrefixIndex:
         Args:
             keys: uint64[n], the chain's keys from its start.
         """
-        workers = self._worker_by_number
-        return {workers[number]: length for number, length in self._table.runs(keys).items()}
+        numbers, lengths = self._table.runs(keys)
+        return dict(zip(map(self._worker_by_number.__getitem__, numbers), lengths, strict=True))
 
     def head(self, worker: WorkerKey) -> SetHead:
         """What stands here for a worker that is followed.
@@ -233,18 +235,13 @@ class PrefixIndex:
 
     # -- parts --
 
-    def _hear(self, follower: _Follower, head: SetHead) -> None:
-        if head.sequence > follower.heard.sequence:
-            follower.heard = head
-        _compare(follower, head)
-
     def _hold(self, follower: _Follower, batch: EventBatch) -> None:
         """Keep the batch until it is its turn; when that is too much, the earliest ones go.
 
         A snapshot that is asked for later makes up for those first.
         """
         sequence = batch.head.sequence
-        if sequence <= follower.head.sequence or sequence in follower.held:
+        if sequence in follower.held:
             return
         follower.held[sequence] = batch
         follower.num_held_keys += batch.num_keys
@@ -277,19 +274,32 @@ class PrefixIndex:
         if batch.is_cleared:
             table.drop(number)
             count = digest = 0
-        removed = table.remove(batch.removed_keys, number)
-        stored = table.add(batch.stored_keys, number)
-        count += stored.num_keys - removed.num_keys
-        digest += stored.digest - removed.digest
-        follower.head = SetHead(
-            sequence=follower.head.sequence + 1, count=count, digest=digest % _WRAP
-        )
-        _compare(follower, batch.head)
+        if len(batch.removed_keys):
+            num_removed, of_removed = table.remove(batch.removed_keys, number)
+            count, digest = count - num_removed, digest - of_removed
+        if len(batch.stored_keys):
+            num_stored, of_stored = table.add(batch.stored_keys, number)
+            count, digest = count + num_stored, digest + of_stored
+        digest %= _WRAP
+        if count == batch.head.count and digest == batch.head.digest:
+            follower.head = batch.head
+        else:
+            sequence = batch.head.sequence
+            follower.head = SetHead(sequence=sequence, count=count, digest=digest)
+            follower.is_wrong = True
         _compare(follower, follower.heard)
 
 
+def _hear(follower: _Follower, head: SetHead) -> None:
+    if head.sequence > follower.heard.sequence:
+        follower.heard = head
+    elif head.sequence == follower.head.sequence:
+        _compare(follower, head)
+
+
 def _compare(follower: _Follower, head: SetHead) -> None:
-    if head.sequence == follower.head.sequence and head != follower.head:
+    mine = follower.head
+    if head is not mine and head.sequence == mine.sequence and head != mine:
         follower.is_wrong = True
 
 

@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -111,6 +111,12 @@ class DecodeRowsStruct(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("scores", ctypes.c_void_p),
     )
+
+
+class KeyChangeStruct(ctypes.Structure):
+    """`mp_key_change` of src/key_table.c."""
+
+    _fields_ = (("num_keys", ctypes.c_int64), ("digest", ctypes.c_uint64))
 
 
 class LoadError(Exception):
@@ -214,6 +220,17 @@ def load_library(path: Path) -> NativeLibrary:
         mp_queue_submit=(None, pointer, pointer),
         mp_job_cancel=(int64, pointer),
         mp_queue_finished=(uint64, pointer),
+        mp_key_table_create=(pointer,),
+        mp_key_table_destroy=(None, pointer),
+        mp_key_table_add=(int64, pointer, pointer, int64, int64, pointer),
+        mp_key_table_remove=(None, pointer, pointer, int64, int64, pointer),
+        mp_key_table_drop=(None, pointer, int64),
+        mp_key_table_runs=(int64, pointer, pointer, int64, pointer, pointer),
+        mp_key_table_keys_of=(int64, pointer, int64, pointer),
+        mp_key_table_num_words=(int64, pointer),
+        mp_key_table_num_held=(int64, pointer),
+        mp_key_table_num_bytes=(int64, pointer),
+        mp_key_table_is_valid=(int64, pointer),
     )
     return NativeLibrary(working, brief)
 

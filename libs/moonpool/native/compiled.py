@@ -6,6 +6,7 @@ import ctypes
 
 import numpy as np
 
+from moonpool.kv.key_table import KeyTable
 from moonpool.native.binding import (
     NativeLibrary,
     ResultStruct,
@@ -17,6 +18,7 @@ from moonpool.native.binding import (
 from moonpool.native.compiled_attention import CompiledDecodeAttention
 from moonpool.native.compiled_linear import CompiledLinear
 from moonpool.native.compiled_queue import CompiledCopyQueue
+from moonpool.native.compiled_table import CompiledKeyTable
 from moonpool.native.geometry import (
     LEAF_CHECK_DTYPE,
     BoolArray,
@@ -150,6 +152,9 @@ class CompiledKernels:
 
     def copy_queue(self) -> CopyQueue:
         return CompiledCopyQueue(self._library)
+
+    def key_table(self) -> KeyTable:
+        return CompiledKeyTable(self._library)
 
     def control_page(self, page: ByteArray) -> ControlPage:
         return CompiledControlPage(self._library, page)

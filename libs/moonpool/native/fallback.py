@@ -16,6 +16,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import numpy as np
 import xxhash
 
+from moonpool.kv.key_table import DictKeyTable, KeyTable
 from moonpool.native.geometry import (
     BoolArray,
     ByteArray,
@@ -120,6 +121,9 @@ class FallbackKernels:
 
     def copy_queue(self) -> CopyQueue:
         return FallbackCopyQueue(self)
+
+    def key_table(self) -> KeyTable:
+        return DictKeyTable()
 
     def control_page(self, page: ByteArray) -> ControlPage:
         return FallbackControlPage(page)

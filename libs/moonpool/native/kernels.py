@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from moonpool.kv.key_table import KeyTable
 from moonpool.native.geometry import (
     BoolArray,
     ByteArray,
@@ -281,6 +282,10 @@ class Kernels(Protocol):
 
     def copy_queue(self) -> CopyQueue:
         """A new thread for copies; the caller closes it."""
+        ...
+
+    def key_table(self) -> KeyTable:
+        """An empty one, for one thread."""
         ...
 
     def control_page(self, page: ByteArray) -> ControlPage:

@@ -23,7 +23,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 4
+#define MP_ABI_VERSION 5
 
 enum {
     MP_OK = 0,
