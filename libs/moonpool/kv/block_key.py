@@ -39,7 +39,8 @@ def block_key(block_hash: BlockHash) -> int:
 def block_keys(hashes: Sequence[BlockHash]) -> KeyArray:
     """uint64[len(hashes)]: the keys of a chain or of any other hashes, in their order."""
     words = np.frombuffer(b"".join(hashes), "<u8").reshape(-1, 4)
-    return np.maximum(words[:, 0], np.uint64(1))
+    keys: KeyArray = np.maximum(words[:, 0], np.uint64(1))
+    return keys
 
 
 def are_distinct(keys: KeyArray) -> bool:

@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from moonpool import __version__
+from moonpool import __version__, native
 from moonpool.api.v1 import admin_pb2_grpc, inference_pb2_grpc
 from moonpool.bus.nats import NatsBus
 from moonpool.bus.protocol import Bus
@@ -126,7 +126,7 @@ class RouterService:
         books = self._books = RouterBooks(Metrics(ROUTER_METRICS), model=model.facts.name)
         books.metrics.set(names.BUILD_INFO, 1, version=__version__, process=self.name)
         subjects = Subjects(common.cluster)
-        follower = IndexFollower(PrefixIndex())
+        follower = IndexFollower(PrefixIndex(native.kernels().key_table()))
         matcher = PrefixMatcher(follower.index, secret.value)
         feed = self._feed = IndexFeed(
             follower,
