@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import uvloop
-from bench_transport import LAYOUTS, alternate, ratio, read_all, run_reads, scatter_reads
+from bench_transport import LAYOUTS, RUNS, SMOLLM2, alternate, ratio, read_all
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,7 +35,7 @@ from moonpool.transport.base import KvPeer, KvRead, LocalPool
 from moonpool.transport.nixl import coalesce, descriptors
 from moonpool.transport.nixl_agent import NixlAgent, address_of, nixl_facts
 from moonpool.wire.layout import region_from_pb, region_to_pb
-from support.kv_source import UCX_BY_NAME, make_transport, reader_pool, serve_kv
+from support.kv_source import UCX_BY_NAME, block_read, make_transport, reader_pool, serve_kv
 
 CONCURRENT = 8
 RATIOS = {"hashed": "bare", "nixl": "hashed", "alone": "hashed"}
@@ -73,6 +73,42 @@ class Source:
 
     def stop(self) -> None:
         self.process.communicate("")
+
+
+def scatter_reads(digests: DigestArray, count: int) -> list[KvRead]:
+    """One layer of 32 random blocks each; those in flight together touch other layers."""
+    rng = np.random.default_rng(1)
+    return [
+        block_read(
+            SMOLLM2,
+            digests,
+            rng.permutation(SMOLLM2.num_blocks)[:32].tolist(),
+            rng.permutation(SMOLLM2.num_blocks)[:32].tolist(),
+            [number % SMOLLM2.num_layers],
+        )
+        for number in range(count)
+    ]
+
+
+def run_reads(digests: DigestArray, size_bytes: int, count: int) -> list[KvRead]:
+    """One contiguous run each, in leaves of 64 KiB, each to a place of its own."""
+    rng = np.random.default_rng(2)
+    num_blocks = size_bytes // RUNS.block_bytes
+    blocks = np.arange(num_blocks)
+    reads = []
+    for number in range(count):
+        source = int(rng.integers(0, RUNS.num_blocks - num_blocks + 1))
+        target = number * num_blocks
+        reads.append(
+            KvRead.of(
+                np.array([[source * RUNS.block_bytes, target * RUNS.block_bytes, size_bytes]]),
+                blocks=target + blocks,
+                layers=0,
+                expected=digests[source + blocks, 0],
+                after_span=0,
+            )
+        )
+    return reads
 
 
 class BareReader:

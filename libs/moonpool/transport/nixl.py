@@ -4,7 +4,7 @@ Life of a peer
 1. connect: the metadata in its region goes to our agent, and a few bytes are read, so that it is known to
    answer. It has to poll for that: nixl_source.
 2. A read: spans that are neighbours on both sides become one descriptor; one READ of all of them; then the
-   leaves are checked on our copy by the copy thread.
+   leaves are checked on our copy. nixl_link does both in its thread.
 3. A READ that fails has lost the peer: every pending read fails at once, a new connect is a new connection.
 
 A READ cannot be recalled. A read that is cancelled or too late ends when its READ has, at the latest
@@ -18,14 +18,14 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 
 import numpy as np
 
 from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion, NixlAccess
-from moonpool.native import CopyRoute, Kernels, LeafCheckArray, RangeError
-from moonpool.native.geometry import BoolArray
+from moonpool.native import Kernels
 from moonpool.transport.base import (
     Int64Array,
     KvPeer,
@@ -35,7 +35,6 @@ from moonpool.transport.base import (
     peer_lost,
     read_timed_out,
 )
-from moonpool.transport.copier import Copier, CopyCancelledError
 from moonpool.transport.nixl_agent import (
     Descriptors,
     NixlError,
@@ -45,8 +44,6 @@ from moonpool.transport.nixl_agent import (
 )
 from moonpool.transport.nixl_link import NixlConnection, NixlJob, NixlLink
 from moonpool.transport.nixl_source import NixlSource
-
-_NO_SPANS: Int64Array = np.empty((0, 3), np.int64)
 
 
 class NixlTransport:
@@ -78,7 +75,6 @@ class NixlTransport:
         self._tasks = asyncio.TaskGroup()
         self._source: NixlSource | None = None
         self._link: NixlLink | None = None
-        self._copier: Copier | None = None
         self._access: NixlAccess | None = None
         self._unusable: str | None = None
         self._peers: set[NixlPeer] = set()
@@ -86,7 +82,6 @@ class NixlTransport:
     async def __aenter__(self) -> NixlTransport:
         """Where NIXL cannot be used this is no error: `unusable` says why."""
         await self._tasks.__aenter__()
-        self._copier = Copier(self._kernels)
         self._link = NixlLink(name=f"{self._agent}/reader", pool=self._pool.bytes, ucx=self._ucx)
         try:
             await self._start(self._link)
@@ -124,7 +119,6 @@ class NixlTransport:
 
     async def connect(self, region: KvRegion, *, timeout_s: float) -> KvPeer:
         assert self._link is not None, "not entered"
-        assert self._copier is not None
         reason = self.why_not(region)
         if reason is not None or region.nixl is None:
             raise TransferError(reason or "", code="kv_transport_unusable")
@@ -135,7 +129,7 @@ class NixlTransport:
             connection,
             self._link,
             self._pool,
-            self._copier,
+            self._kernels,
             self._peers.discard,
         )
         self._peers.add(peer)
@@ -151,7 +145,6 @@ class NixlTransport:
 
     async def _close(self) -> None:
         assert self._link is not None
-        assert self._copier is not None
         try:
             for peer in list(self._peers):
                 await peer.close()
@@ -159,7 +152,6 @@ class NixlTransport:
             try:
                 await self._link.stop()
             finally:
-                self._copier.close()
                 if self._source is not None:
                     await self._source.stop()
 
@@ -179,7 +171,7 @@ class NixlPeer:
         connection: NixlConnection,
         link: NixlLink,
         pool: LocalPool,
-        copier: Copier,
+        kernels: Kernels,
         on_closed: Callable[[NixlPeer], None],
     ) -> None:
         self._region = region
@@ -188,9 +180,7 @@ class NixlPeer:
         self._link = link
         self._pool = pool
         self._own_address = address_of(pool.bytes)
-        self._copier = copier
-        #: From our pool to itself: jobs on it copy nothing and check leaves.
-        self._route: CopyRoute = copier.route(pool.bytes, pool)
+        self._kernels = kernels
         self._on_closed = on_closed
         self._is_closed = False
         self._jobs: set[NixlJob] = set()
@@ -209,12 +199,29 @@ class NixlPeer:
             raise self._lost()
         self._check_bounds(read.spans)
         spans = coalesce(read.spans)
-        if len(spans):
-            await self._transfer(spans, timeout_s)
-        is_bad = await self._verify(read.checks)
+        job = self._link.read(
+            self._connection,
+            descriptors(self._base_address, spans[:, 0], spans[:, 2]),
+            descriptors(self._own_address, spans[:, 1], spans[:, 2]),
+            partial(
+                self._kernels.verify_leaves, self._pool.bytes, self._pool.geometry, read.checks
+            ),
+        )
+        self._jobs.add(job)
+        try:
+            done, _ = await asyncio.wait((job.ended,), timeout=timeout_s)
+        finally:
+            # Nothing remains to be done if it has ended.
+            job.drop()
+            await job.settle()
+            self._jobs.discard(job)
+        if not done:
+            raise read_timed_out(self._region.worker, timeout_s)
+        if job.error is not None:
+            raise job.error
         return ReadResult(
             num_bytes=read.num_bytes,
-            bad_leaves=read.bad_leaves(is_bad),
+            bad_leaves=read.bad_leaves(job.is_bad),
             elapsed_s=time.monotonic() - started,
         )
 
@@ -236,42 +243,6 @@ class NixlPeer:
             raise TransferError(
                 f"a read of {self._region.worker} is out of bounds", code="kv_out_of_bounds"
             )
-
-    async def _transfer(self, spans: Int64Array, timeout_s: float) -> None:
-        job = self._link.read(
-            self._connection,
-            descriptors(self._base_address, spans[:, 0], spans[:, 2]),
-            descriptors(self._own_address, spans[:, 1], spans[:, 2]),
-        )
-        self._jobs.add(job)
-        try:
-            done, _ = await asyncio.wait((job.ended,), timeout=timeout_s)
-        finally:
-            # Nothing remains to be done if it has ended.
-            job.drop()
-            await job.settle()
-            self._jobs.discard(job)
-        if not done:
-            raise read_timed_out(self._region.worker, timeout_s)
-        if job.error is not None:
-            raise job.error
-
-    async def _verify(self, checks: LeafCheckArray) -> BoolArray | None:
-        if self._is_closed:
-            raise self._lost()
-        if not len(checks):
-            return None
-        checks = checks.copy()
-        checks["after_span"] = -1
-        try:
-            return await self._copier.submit(self._route, _NO_SPANS, checks).wait()
-        except RangeError as error:
-            raise TransferError(
-                f"a leaf of a read of {self._region.worker} is out of bounds: {error}",
-                code="kv_out_of_bounds",
-            ) from error
-        except CopyCancelledError:
-            raise self._lost() from None
 
     def _lost(self) -> TransferError:
         return peer_lost(self._connection.lost or f"{self._region.worker} was closed")

@@ -5,7 +5,8 @@ Life of a read
 2. The thread posts it. Over shared memory that is the copy itself; else UCX has begun to move bytes.
 3. The thread asks for the oldest job of each peer, so the jobs of one peer end in order. Asking makes
    progress; the pause between two looks is a fraction of the time since something moved.
-4. It is done; or it failed: the peer is lost, its agent is removed, and all its jobs end.
+4. It is done, and its copy is checked, while it is warm in the cache and without another change of threads;
+   or it failed: the peer is lost, its agent is removed, and all its jobs end.
 5. The loop is told. From here on no byte of it will be written.
 
 A job that is dropped before 2 is not posted. A READ in flight cannot be recalled, so a job that is dropped
@@ -30,6 +31,8 @@ import structlog
 
 from moonpool.errors import TransferError
 from moonpool.kv.region import NixlAccess
+from moonpool.native import RangeError
+from moonpool.native.geometry import BoolArray
 from moonpool.transport.base import ByteArray, peer_lost, read_timed_out
 from moonpool.transport.nixl_agent import (
     Descriptors,
@@ -52,6 +55,9 @@ _PROBE_BYTES = 64
 
 T = TypeVar("T")
 
+#: bool[number of checks], True where the copy is bad. Raises RangeError.
+Verify = Callable[[], BoolArray]
+
 
 class NixlJob:
     """One READ. Made by NixlLink, used on its loop."""
@@ -63,9 +69,11 @@ class NixlJob:
         "error",
         "fence_at",
         "handle",
+        "is_bad",
         "is_dropped",
         "local",
         "remote",
+        "verify",
     )
 
     def __init__(
@@ -73,12 +81,16 @@ class NixlJob:
         connection: NixlConnection,
         remote: Descriptors,
         local: Descriptors,
+        verify: Verify | None,
         ended: asyncio.Future[None],
         send_drop: Callable[[NixlJob], None],
     ) -> None:
         self.connection = connection
         self.remote = remote
         self.local = local
+        self.verify = verify
+        #: What `verify` has found, once it has ended well.
+        self.is_bad: BoolArray | None = None
         #: Done once no byte will be written any more. Never cancelled, never with an exception.
         self.ended = ended
         #: Why it failed; set before `ended` is done.
@@ -194,9 +206,20 @@ class NixlLink:
             raise
         return connection
 
-    def read(self, connection: NixlConnection, remote: Descriptors, local: Descriptors) -> NixlJob:
-        """Begin a READ of parallel descriptors that lie in registered memory."""
-        job = NixlJob(connection, remote, local, self._loop.create_future(), self._send_drop)
+    def read(
+        self,
+        connection: NixlConnection,
+        remote: Descriptors,
+        local: Descriptors,
+        verify: Verify | None = None,
+    ) -> NixlJob:
+        """Begin a READ of parallel descriptors that lie in registered memory; none are none.
+
+        Args:
+            verify: Called in the thread when all bytes are here.
+        """
+        ended = self._loop.create_future()
+        job = NixlJob(connection, remote, local, verify, ended, self._send_drop)
         if connection.lost is not None or self._over.done():
             job.error = peer_lost(connection.lost or f"{connection.name}: NIXL was stopped")
             job.ended.set_result(None)
@@ -260,10 +283,10 @@ class NixlLink:
         if opened.exception() is None:
             self.close(opened.result())
 
-    def _on_ended(self, job: NixlJob, why: str | None) -> None:
+    def _on_ended(self, job: NixlJob, error: TransferError | None) -> None:
         if job in self._jobs:
             self._jobs.discard(job)
-            job.error = None if why is None else peer_lost(why)
+            job.error = error
             job.ended.set_result(None)
 
     def _on_lost(self, connection: NixlConnection, why: str) -> None:
@@ -273,7 +296,7 @@ class NixlLink:
     def _on_over(self) -> None:
         self._over.set_result(None)
         for job in list(self._jobs):
-            self._on_ended(job, f"{job.connection.name}: NIXL was stopped")
+            self._on_ended(job, peer_lost(f"{job.connection.name}: NIXL was stopped"))
         for answer in list(self._asked):
             self._on_refused(answer, NixlError("NIXL was stopped"))
 
@@ -338,15 +361,16 @@ class NixlLink:
     def _post(self, job: NixlJob) -> None:
         remote = self._remotes.get(job.connection.name)
         if remote is None or job.connection not in remote.connections or job.is_dropped:
-            self._end(job, f"{job.connection.name} was closed or lost")
+            self._end(job, peer_lost(f"{job.connection.name} was closed or lost"))
             return
         assert self._agent is not None
         self._moved_at = time.monotonic()
         try:
-            job.handle = self._agent.read(remote.name, job.remote, job.local)
+            if len(job.remote):
+                job.handle = self._agent.read(remote.name, job.remote, job.local)
         except NixlError as error:
             self._lose(remote, str(error))
-            self._end(job, f"{remote.name}: {error}")
+            self._end(job, peer_lost(f"{remote.name}: {error}"))
             return
         remote.jobs.append(job)
         self._advance(remote)
@@ -357,15 +381,15 @@ class NixlLink:
             assert self._agent is not None
             job = remote.jobs[0]
             try:
-                if not self._agent.is_done(job.handle):
+                if job.handle is not None and not self._agent.is_done(job.handle):
                     return
             except NixlError as error:
                 self._lose(remote, str(error))
                 return
             self._moved_at = time.monotonic()
             remote.jobs.popleft()
-            self._agent.release(job.handle)
-            self._end(job, None)
+            self._release(job)
+            self._finish(job)
         if not remote.connections:
             self._remove(remote)
 
@@ -385,11 +409,15 @@ class NixlLink:
         del self._remotes[remote.name]
         self._agent.remove_peer(remote.name)
 
+    def _release(self, job: NixlJob) -> None:
+        if job.handle is not None:
+            assert self._agent is not None
+            self._agent.release(job.handle)
+
     def _lose(self, remote: _Remote, why: str) -> None:
         """A transfer failed: UCX has failed the connection, and with it everything on it."""
-        assert self._agent is not None
         for job in remote.jobs:
-            self._agent.release(job.handle)
+            self._release(job)
         self._remove(remote)
         self._tell_lost([remote], why)
 
@@ -411,11 +439,24 @@ class NixlLink:
                 self._tell(partial(self._on_lost, connection, f"{remote.name}: {why}"))
         for remote in remotes:
             for job in remote.jobs:
-                self._end(job, f"{remote.name}: {why}")
+                self._end(job, peer_lost(f"{remote.name}: {why}"))
 
-    def _end(self, job: NixlJob, why: str | None) -> None:
+    def _finish(self, job: NixlJob) -> None:
+        """All bytes are here."""
+        error = None
+        if job.verify is not None and not job.is_dropped:
+            try:
+                job.is_bad = job.verify()
+            except RangeError as reason:
+                error = TransferError(
+                    f"a leaf of a read of {job.connection.name} is out of bounds: {reason}",
+                    code="kv_out_of_bounds",
+                )
+        self._end(job, error)
+
+    def _end(self, job: NixlJob, error: TransferError | None) -> None:
         job.handle = None
-        self._tell(partial(self._on_ended, job, why))
+        self._tell(partial(self._on_ended, job, error))
 
     def _stop(self) -> None:
         self._is_stopping = True
