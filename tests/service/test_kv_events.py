@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from moonpool.rpc.admin import clear_cache, fetch_snapshot
 from moonpool.telemetry import names
 from support.eventually import eventually
 from support.indexed_cluster import IndexedWorker, indexed_cluster
+from support.lossy_bus import lose_nothing
 from support.requests import make_request
 from support.thread_engine import LayerGate
 from support.worker_pair import fake_workers
@@ -26,6 +29,10 @@ async def published(worker: IndexedWorker) -> None:
     await eventually(
         lambda: kv.head.count == num_cached, timeout_s=5.0, what="all blocks are published"
     )
+
+
+def is_of_kv(subject: str) -> bool:
+    return ".kv." in subject
 
 
 async def test_a_router_follows_what_its_workers_hold(tmp_path: Path) -> None:
@@ -66,11 +73,11 @@ async def test_a_lost_change_is_noticed_and_made_up_for(tmp_path: Path) -> None:
         await worker.answer(make_request("a", prompt=50, max_tokens=2))
         await router.follows(worker)
         num_snapshots = router.metric(names.INDEX_SNAPSHOTS, outcome="loaded")
-        worker.bus.lost_part = ".kv."
+        worker.bus.loses = is_of_kv
         await worker.answer(make_request("b", prompt=50, max_tokens=2))
         await published(worker)
         assert worker.bus.num_lost > 0
-        worker.bus.lost_part = ""
+        worker.bus.loses = lose_nothing
         # No change follows: the next announcement tells.
         await router.follows(worker)
         assert router.metric(names.INDEX_GAPS) == 1
@@ -125,6 +132,29 @@ async def test_a_late_router_learns_what_is_there(tmp_path: Path) -> None:
         assert router.metric(names.INDEX_BATCHES, outcome="read") == 0
         assert router.metric(names.INDEX_SNAPSHOTS, outcome="loaded") == 1
         assert router.metric(names.INDEX_GAPS) == 0
+
+
+async def test_under_load_and_loss_the_index_ends_at_the_truth(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    async with indexed_cluster(tmp_path) as cluster:
+        # A small pool: blocks come and go with every request.
+        workers = [await cluster.start_worker(name, num_blocks=24) for name in ("d0", "d1")]
+        for worker in workers:
+            worker.bus.loses = lambda subject: is_of_kv(subject) and rng.random() < 0.5
+
+        async def load(worker: IndexedWorker) -> None:
+            for number in range(12):
+                prompt = [rng.randrange(3), *range(rng.randrange(16, 200))]
+                await worker.answer(make_request(f"r{number}", prompt=prompt, max_tokens=20))
+
+        async with asyncio.TaskGroup() as tasks:
+            for worker in workers:
+                tasks.create_task(load(worker))
+            # It comes, and asks for snapshots, while everything moves.
+            router = await cluster.start_router()
+        await router.follows(*workers)
+        assert all(worker.bus.num_lost > 0 for worker in workers)
+        assert router.metric(names.INDEX_MISMATCHES) == 0
 
 
 async def test_blocks_of_two_tenants_never_meet(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from support.router_client import RouterClient
 from support.thread_engine import Gate, ThreadEngines, write_fake_model
 from support.workers import RunningWorker, running_worker, worker_config
 
-_WAIT_S = 10.0
+_WAIT_S = 20.0
 
 
 class IndexedWorker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -13,13 +14,17 @@ from moonpool.bus.protocol import (
 )
 
 
+def lose_nothing(subject: str) -> bool:
+    return False
+
+
 class LossyBus:
     """Another bus, of whose sent messages some never arrive. Implements Bus."""
 
     def __init__(self, inner: Bus) -> None:
         self._inner = inner
-        #: What is sent to a subject with this in it is lost, while set.
-        self.lost_part = ""
+        #: Whether the next message to a subject is lost.
+        self.loses: Callable[[str], bool] = lose_nothing
         self.num_lost = 0
 
     @property
@@ -37,7 +42,7 @@ class LossyBus:
         await self._inner.wait_connected()
 
     async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
-        if self.lost_part and self.lost_part in subject and self.is_connected:
+        if self.is_connected and self.loses(subject):
             self.num_lost += 1
             return True
         return await self._inner.publish(subject, data, reply_to=reply_to)

@@ -151,6 +151,24 @@ def test_questions_in_vain_are_repeated_after_longer_pauses(
     follower.on_snapshot(KEY, worker.set.snapshot(), now)
 
 
+def test_a_snapshot_that_was_overtaken_is_no_failure(
+    follower: IndexFollower, worker: Published
+) -> None:
+    worker.store(*CHAIN[:2])
+    follower.on_head(KEY, worker.set.head, 1.0)
+    follower.tick(1.25)
+    snapshot = worker.set.snapshot()
+    third, fourth = worker.store(CHAIN[2], parent=CHAIN[1]), worker.store(CHAIN[3], parent=CHAIN[2])
+    follower.on_batch(KEY, fourth, 1.5)
+    follower.on_snapshot(KEY, snapshot, 2.0)
+    assert num_found(follower) == 2
+    # What it lacks has the usual time to come.
+    assert follower.next_due() == 2.25
+    follower.on_batch(KEY, third, 2.1)
+    assert num_found(follower) == 4
+    assert follower.next_due() is None
+
+
 def test_a_snapshot_that_is_too_old_does_not_help(
     follower: IndexFollower, worker: Published
 ) -> None:

@@ -139,10 +139,14 @@ class IndexFollower:
             return
         followed.is_asked = False
         followed.is_new = False
-        if self._index.load_snapshot(key, snapshot):
+        before = self._index.head(key)
+        needs_more = self._index.load_snapshot(key, snapshot)
+        if needs_more and self._index.head(key) == before:
             self._retry(followed, now)
-        else:
-            followed.num_failures = 0
+            return
+        # If it has been overtaken on its way, what is missing may still come.
+        followed.num_failures = 0
+        self._look(key, followed, now)
 
     def on_not_answered(self, key: WorkerKey, now: float) -> None:
         """AskSnapshot brought nothing."""
