@@ -1,9 +1,9 @@
 """KeyTable: 64-bit keys, each with the set of its holders; and its form in Python.
 
 Most calls are about a few keys: the blocks of one step, or of one prompt. A dict of bit sets serves those
-three to ten times as fast as numpy over flat arrays did (docs/performance/index.md), since each of numpy's
+two to six times as fast as numpy over flat arrays did (docs/performance/index.md), since each of numpy's
 calls costs more than a handful of keys. The native library has the same in C (native/src/key_table.c),
-several times as fast again and in a fifth of the memory; a router uses that where it is built.
+several times as fast again and in a quarter of the memory; a router uses that where it is built.
 """
 
 from __future__ import annotations
