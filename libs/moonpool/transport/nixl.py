@@ -238,8 +238,12 @@ class NixlPeer:
     def _check_bounds(self, spans: Int64Array) -> None:
         if not len(spans):
             return
-        sizes = (self._region.pool_bytes, self._pool.bytes.size)
-        if spans.min() < 0 or ((spans[:, :2] + spans[:, 2:]).max(axis=0) > sizes).any():
+        source, target, length = spans.T
+        if (
+            spans.min() < 0
+            or (source + length).max() > self._region.pool_bytes
+            or (target + length).max() > self._pool.bytes.size
+        ):
             raise TransferError(
                 f"a read of {self._region.worker} is out of bounds", code="kv_out_of_bounds"
             )
@@ -254,14 +258,15 @@ def coalesce(spans: Int64Array) -> Int64Array:
     Args:
         spans: int64[n, 3] of (source offset, target offset, length).
     """
-    spans = spans[spans[:, 2] > 0]
-    if len(spans) < 2:
+    source, target, length = spans.T
+    if len(spans) and not length.all():
+        return coalesce(spans[length > 0])
+    joins = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
+    if not joins.any():
         return spans
-    is_first = np.ones(len(spans), np.bool_)
-    is_first[1:] = (spans[1:, :2] != spans[:-1, :2] + spans[:-1, 2:]).any(axis=1)
-    (first,) = is_first.nonzero()
+    first = np.concatenate(([0], np.flatnonzero(~joins) + 1))
     merged: Int64Array = spans[first]
-    merged[:, 2] = np.add.reduceat(spans[:, 2], first)
+    merged[:, 2] = np.add.reduceat(length, first)
     return merged
 
 

@@ -18,6 +18,7 @@ still comes to that; the next `connect` makes a new agent.
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections import deque
@@ -47,9 +48,9 @@ log = structlog.get_logger("moonpool.transport")
 
 #: A read that was given up and does not end by itself is ended, with the agent, after this.
 FENCE_S = 1.0
-#: The longest pause between two looks, while reads are in flight and while there are none.
+#: The longest pause between two looks while reads are in flight, and the pause while there are none.
 _MAX_BUSY_PAUSE_S = 2e-3
-_MAX_IDLE_PAUSE_S = 50e-3
+_IDLE_PAUSE_S = 50e-3
 #: How much is read to see that a peer answers.
 _PROBE_BYTES = 64
 
@@ -149,8 +150,7 @@ class NixlLink:
         #: Where probes go: nobody looks at it, so a probe need not end.
         self._scratch: ByteArray = np.zeros(_PROBE_BYTES, np.uint8)
         self._thread = threading.Thread(target=self._run, name="moonpool-nixl", daemon=True)
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._bell = threading.Event()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The loop's.
         self._jobs: set[NixlJob] = set()
         self._asked: set[asyncio.Future[Any]] = set()
@@ -248,8 +248,7 @@ class NixlLink:
     def _send(self, command: Callable[[], None]) -> None:
         """Have the thread do it, in order."""
         if not self._over.done():
-            self._inbox.append(command)
-            self._bell.set()
+            self._inbox.put(command)
 
     def _ask(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run it in the thread. The future has its result, or NIXL's error."""
@@ -305,8 +304,8 @@ class NixlLink:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._work()
-                self._pause()
+                self._obey(self._pause_s)
+                self._look()
         finally:
             try:
                 if self._agent is not None:
@@ -314,10 +313,17 @@ class NixlLink:
             finally:
                 self._tell(self._on_over)
 
-    def _work(self) -> None:
-        self._bell.clear()
-        while self._inbox and not self._is_stopping:
-            self._inbox.popleft()()
+    def _obey(self, timeout_s: float) -> None:
+        """Wait for a command, at most so long, and do all that are there."""
+        try:
+            self._inbox.get(timeout=timeout_s)()
+            while not self._is_stopping:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _look(self) -> None:
+        """Have bytes move, and end what is done."""
         if not self._is_busy:
             if self._agent is not None:
                 self._agent.progress()
@@ -336,9 +342,11 @@ class NixlLink:
     def _is_busy(self) -> bool:
         return any(remote.jobs for remote in self._remotes.values())
 
-    def _pause(self) -> None:
-        most_s = _MAX_BUSY_PAUSE_S if self._is_busy else _MAX_IDLE_PAUSE_S
-        self._bell.wait(pause_s(time.monotonic() - self._moved_at, most_s=most_s))
+    @property
+    def _pause_s(self) -> float:
+        if not self._is_busy:
+            return _IDLE_PAUSE_S
+        return pause_s(time.monotonic() - self._moved_at, most_s=_MAX_BUSY_PAUSE_S)
 
     def _make_agent(self) -> NixlAgent:
         self._num_agents += 1
