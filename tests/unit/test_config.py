@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -16,10 +17,18 @@ from moonpool.config.process import (
     worker_configs,
     write_document,
 )
-from moonpool.config.schema import ClusterConfig, default_data_dir
+from moonpool.config.schema import (
+    ClusterConfig,
+    PlacementSettings,
+    RouterMode,
+    default_data_dir,
+)
 from moonpool.config.secret import load_or_create_secret
 from moonpool.config.values import format_size, parse_cpus, parse_size
 from moonpool.errors import ConfigError
+from moonpool.routing.config import PolicyName, RoutingConfig
+from moonpool.routing.disagg_decider import DisaggConfig
+from moonpool_router.placement_config import routing_config
 
 _REPO = Path(__file__).parents[2]
 
@@ -193,6 +202,35 @@ def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_text("")
     with pytest.raises(ConfigError, match=name):
         load_cluster_config(tmp_path / name, environ={})
+
+
+def test_placement_is_one_section_with_its_numbers(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        '[router.placement]\nmode = "dynamo-linear"\nkv_overlap_score_weight = 2.0\n',
+        environ={"MOONPOOL_ROUTER__PLACEMENT__DISAGG": "threshold"},
+        flags={"router.placement.slo_tpot_ms": 40, "router.placement.mode": None},
+    )
+    placement = loaded.config.router.placement
+    assert (placement.mode, placement.kv_overlap_score_weight) == ("dynamo_linear", 2.0)
+    assert (placement.disagg, placement.slo_tpot_ms) == ("threshold", 40)
+    assert loaded.origin_of("router.placement.slo_tpot_ms") == "flag --slo-tpot-ms"
+    with pytest.raises(ConfigError, match=r"router\.placement\.mode = 'astrology'"):
+        load_cluster_config(None, environ={}, flags={"router.placement.mode": "astrology"})
+    routing = routing_config(placement, local_prefill_tokens=64)
+    assert routing.policy is PolicyName.DYNAMO_LINEAR
+    assert routing.dynamo_linear.overlap_score_weight == 2.0
+    assert routing.disagg == DisaggConfig(
+        threshold_tokens=64, busy_threshold_tokens=1_024, only_thresholds=True
+    )
+    assert routing.min_ttft.slo_tpot_s == 0.04
+    unbound = placement.model_copy(update={"slo_tpot_ms": 0.0})
+    assert routing_config(unbound, local_prefill_tokens=64).min_ttft.slo_tpot_s is None
+    assert routing_config(PlacementSettings(), local_prefill_tokens=256) == RoutingConfig()
+
+
+def test_every_mode_is_a_policy() -> None:
+    assert set(get_args(RouterMode)) == {policy.value for policy in PolicyName}
 
 
 def test_every_flag_names_a_key() -> None:

@@ -40,6 +40,7 @@ from moonpool.dispatch.events import (
 from moonpool.handoff.messages import (
     AbortRequest,
     DecodeRequest,
+    PeerPrefix,
     PrefillRequest,
     SourceRef,
     WorkerMessage,
@@ -47,9 +48,10 @@ from moonpool.handoff.messages import (
 from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
-from moonpool.routing.config import RoutingConfig
+from moonpool.latency.costs import PrefillCost
+from moonpool.routing.config import PolicyName, RoutingConfig
 from moonpool.routing.disagg_decider import DisaggConfig, DisaggReason
-from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.routing.worker_view import WorkerFits, WorkerInfo, WorkerLoad, WorkerRole
 from support.requests import make_request
 
 CONFIG = DispatchConfig(
@@ -512,3 +514,86 @@ def test_a_fork_lives_on_its_own(r: Router) -> None:
     fork = r.machine.fork()
     assert r.tokens(D, 1, 51) == [emit(1, 51)]
     assert fork.key() != r.machine.key()
+
+
+def test_workers_are_told_of_the_peer_that_holds_more() -> None:
+    r = Router()
+    r.machine = Dispatcher(CONFIG, match=lambda request: {D: 4, P2: 8})
+    for worker in (P, D):
+        r.join(worker)
+    r.join(P2, replace(IDLE, num_queued_tokens=10_000))
+    to_prefill, to_decode = r.arrive()
+    peer = PeerPrefix(key=P2, address="p2:1", num_tokens=8)
+    assert isinstance(to_prefill, SendPrefill)
+    assert isinstance(to_decode, SendDecode)
+    assert (to_prefill.key, to_prefill.message.peer) == (P, peer)
+    assert to_decode.message.source == SourceRef(key=P, address="p:1")
+    assert to_decode.message.peer is None
+    r.join(P2, replace(IDLE, num_queued_tokens=10_000))
+    # 6 tokens: the decode worker has 4, and may have no more of a prompt of 6 than these.
+    (local,) = r.arrive(make_request("b", prompt=6, arrival=2.0))
+    assert isinstance(local, SendDecode)
+    assert (local.message.source, local.message.peer) == (None, None)
+    r.machine = Dispatcher(CONFIG, match=lambda request: {P2: 8})
+    r.join(D)
+    r.join(P2, replace(IDLE, is_draining=True))
+    (local,) = r.arrive()
+    assert isinstance(local, SendDecode)
+    assert (local.message.source, local.message.peer) == (None, peer)
+
+
+def test_what_a_worker_has_learnt_holds_until_it_tells_more() -> None:
+    r = Router(P, D)
+    fits = WorkerFits(
+        prefill=PrefillCost(base_s=0.0, per_token_s=1.0, per_work_s=0.0, max_step_tokens=8)
+    )
+    r.load(P, replace(IDLE, fits=fits))
+    r.load(P)
+    r.arrive()
+    (placed,) = r.placements
+    assert placed.placement.record.is_measured
+    assert placed.placement.plan.compute_s == 10.0
+
+
+def test_a_local_prefill_counts_as_queued_until_its_first_token() -> None:
+    r = Router(D, D2)
+    config = DispatchConfig(routing=RoutingConfig(policy=PolicyName.LEAST_LOADED))
+    r.machine = Dispatcher(config)
+    for worker in (D, D2):
+        r.join(worker)
+    r.arrive()
+    r.arrive(make_request("b", prompt=10, arrival=2.0))
+    r.arrive(make_request("c", prompt=10, arrival=3.0))
+    queued = [
+        r.placements[-1].placement.decode.term(worker, "num_queued_tokens") for worker in (D, D2)
+    ]
+    assert queued == [10, 10]
+    r.tokens(D, 0, 50)
+    r.arrive(make_request("d", prompt=10, arrival=4.0))
+    queued = [
+        r.placements[-1].placement.decode.term(worker, "num_queued_tokens") for worker in (D, D2)
+    ]
+    assert queued == [10, 10]
+    assert [p.placement.decode.key for p in r.placements] == [D, D2, D, D2]
+
+
+def test_the_newest_decisions_are_kept() -> None:
+    r = Router(P, D)
+    r.arrive()
+    r.refuse(P, RefuseReason.QUEUE_FULL)
+    r.join(P2)
+    first, second = r.machine.decisions(A.request_id)
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert second.previous_outcome == "p refused: queue_full"
+    assert r.machine.decisions(RequestId("unknown")) == ()
+
+
+def test_round_robin_takes_turns_over_requests() -> None:
+    r = Router()
+    r.machine = Dispatcher(DispatchConfig(routing=RoutingConfig(policy=PolicyName.ROUND_ROBIN)))
+    for worker in (D, D2):
+        r.join(worker)
+    for number in range(4):
+        r.arrive(make_request(f"r{number}", prompt=10, arrival=float(number)))
+    assert [p.placement.decode.key for p in r.placements] == [D, D2, D, D2]
+    assert r.machine.fork().key() == r.machine.key()

@@ -200,6 +200,7 @@ class Dispatcher:
         return (
             tuple(sorted(request.key() for request in self._requests.values())),
             self._fleet.key(),
+            self._placer.key(),
             self._is_draining,
         )
 

@@ -15,7 +15,7 @@ from moonpool.dispatch.fleet import Fleet
 from moonpool.handoff.messages import DecodeRequest, PeerPrefix, PrefillRequest, SourceRef
 from moonpool.ids import AttemptId, RequestId, WorkerKey
 from moonpool.inference.request import InferenceRequest
-from moonpool.routing.config import RoutingConfig
+from moonpool.routing.config import PolicyName, RoutingConfig
 from moonpool.routing.query import PlacementQuery
 from moonpool.routing.selector import PlacementDecision, PrefillPlan, Selector
 
@@ -121,6 +121,11 @@ class Placer:
         fork = Placer(self._selector.config, fleet, self._match)
         fork._num_placed = self._num_placed
         return fork
+
+    def key(self) -> object:
+        """Equal for placers over equal fleets that will choose alike."""
+        is_counting = self._selector.config.policy is PolicyName.ROUND_ROBIN
+        return self._num_placed if is_counting else None
 
     # -- parts --
 

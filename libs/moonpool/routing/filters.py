@@ -47,10 +47,12 @@ def filter_prefill(table: FleetTable, query: PlacementQuery) -> FilterArray:
     return filters
 
 
-def filter_sources(table: FleetTable, prefill_filters: FilterArray, decode_row: int) -> FilterArray:
-    """The same for one decode worker, which is not its own source."""
+def filter_sources(
+    table: FleetTable, prefill_filters: FilterArray, decode_row: int | None
+) -> FilterArray:
+    """The same for one decode worker, which is not its own source; None: for any."""
     filters = prefill_filters.copy()
-    if table.can_prefill[decode_row]:
+    if decode_row is not None and table.can_prefill[decode_row]:
         filters[decode_row] = _IS_DECODE
     _inhibit(table, filters)
     return filters

@@ -97,7 +97,7 @@ class Selector:
         forecast = Forecast(table, query, reads_from_peers=self._config.reads_from_peers)
         decode_filters = filter_decode(table, query)
         prefill_filters = filter_prefill(table, query)
-        remote_s = forecast.remote_s(prefill_filters == 0)
+        remote_s = forecast.remote_s(filter_sources(table, prefill_filters, None) == 0)
         is_open = decode_filters == 0
         choice = None
         if is_open.any():
