@@ -39,9 +39,7 @@ looks into a digest.
 from __future__ import annotations
 
 import copy
-import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from moonpool.core.protocol import (
     BlocksFetched,
@@ -80,7 +78,8 @@ from moonpool.handoff.events import (
     ReadId,
     StreamBroken,
 )
-from moonpool.handoff.fetch_choice import FetchChooser, FetchPlan, FetchTicket
+from moonpool.handoff.fetch import Fetch, FetchState
+from moonpool.handoff.fetch_choice import FetchChooser
 from moonpool.handoff.messages import (
     HolderMessage,
     PeerPrefix,
@@ -89,65 +88,6 @@ from moonpool.handoff.messages import (
     PrefixOpened,
 )
 from moonpool.ids import AttemptId, WorkerKey
-
-
-class FetchState(enum.StrEnum):
-    #: The core may reserve blocks for it, or start without.
-    ASKED = "asked"
-    #: Blocks are reserved, the stream is asked for.
-    OPENING = "opening"
-    #: The holder's blocks are locked; they are read.
-    READING = "reading"
-    #: Nothing of it is wanted any more; reads are outstanding.
-    ENDING = "ending"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Fetch:
-    """One attempt's prefix at one peer."""
-
-    attempt_id: AttemptId
-    peer: PeerPrefix
-    state: FetchState = FetchState.ASKED
-    #: From FetchReserved; None while it is ASKED.
-    reserved: FetchReserved | None = None
-    arrival: Arrival | None = None
-    plan: FetchPlan | None = None
-    ticket: FetchTicket | None = None
-    is_stream_open: bool = False
-    #: READING: the holder's blocks from the first that is wanted, all their leaves, and how many of
-    #: them have been asked for.
-    opened: PrefixOpened | None = None
-    opened_at: float = 0.0
-    num_asked_blocks: int = 0
-    #: Bytes of pieces that came whole.
-    num_bytes: int = 0
-    #: Prefix of tokens that the core was told of.
-    num_told_tokens: int = 0
-    #: Why no more is asked for, once that is so.
-    outcome: FetchOutcome | None = None
-    message: str = ""
-    #: OPENING and READING, until the reads are stopped.
-    stop_at: float | None = None
-
-    def fork(self) -> _Fetch:
-        fetch = copy.copy(self)
-        fetch.arrival = self.arrival.fork() if self.arrival is not None else None
-        return fetch
-
-    def key(self) -> tuple[object, ...]:
-        return (
-            self.attempt_id,
-            self.peer,
-            self.state,
-            self.is_stream_open,
-            self.arrival.key() if self.arrival is not None else None,
-            self.opened,
-            self.num_asked_blocks,
-            self.num_told_tokens,
-            self.outcome,
-            self.stop_at is None,
-        )
 
 
 class FetchReads:
@@ -175,7 +115,7 @@ class FetchReads:
         self._fetch_config = fetch
         #: What is known of peers and of this worker's own speed; the shell tells it the latter.
         self.chooser = FetchChooser(fetch, block_size=config.block_size)
-        self._fetches: dict[AttemptId, _Fetch] = {}
+        self._fetches: dict[AttemptId, Fetch] = {}
         self._effects: list[FetchEffect] = []
 
     # -- the interface --
@@ -195,7 +135,7 @@ class FetchReads:
         match event:
             case PeerNamed(attempt_id=attempt_id, peer=peer):
                 assert attempt_id not in self._fetches, attempt_id
-                self._fetches[attempt_id] = _Fetch(attempt_id=attempt_id, peer=peer)
+                self._fetches[attempt_id] = Fetch(attempt_id=attempt_id, peer=peer)
             case AttemptAborted(attempt_id=attempt_id):
                 fetch = self._wanted(attempt_id)
                 if fetch is not None:
@@ -302,7 +242,7 @@ class FetchReads:
             case _:
                 pass
 
-    def _on_reserved(self, fetch: _Fetch, reply: FetchReserved, now: float) -> None:
+    def _on_reserved(self, fetch: Fetch, reply: FetchReserved, now: float) -> None:
         assert fetch.state is FetchState.ASKED, fetch
         fetch.reserved = reply
         plan = self.chooser.choose(
@@ -322,7 +262,9 @@ class FetchReads:
         fetch.state = FetchState.OPENING
         fetch.plan = plan
         fetch.ticket = self.chooser.begin(
-            fetch.peer.key, num_bytes=_num_wanted(fetch, self._config) * self._block_bytes, now=now
+            fetch.peer.key,
+            num_bytes=fetch.num_wanted_blocks(self._config.block_size) * self._block_bytes,
+            now=now,
         )
         fetch.num_told_tokens = reply.num_cached_tokens
         fetch.arrival = Arrival(
@@ -366,18 +308,21 @@ class FetchReads:
                 fetch.message = message.message
                 self._stop(fetch, FetchOutcome.REFUSED, now)
 
-    def _on_opened(self, fetch: _Fetch, message: PrefixOpened, now: float) -> None:
+    def _on_opened(self, fetch: Fetch, message: PrefixOpened, now: float) -> None:
         num_blocks = len(message.block_ids)
         if not num_blocks:
             self._stop(fetch, FetchOutcome.ABSENT, now)
-        elif num_blocks > _num_wanted(fetch, self._config) or len(message.digests) % num_blocks:
+        elif (
+            num_blocks > fetch.num_wanted_blocks(self._config.block_size)
+            or len(message.digests) % num_blocks
+        ):
             self._stop(fetch, FetchOutcome.LOST, now)
         else:
             fetch.state = FetchState.READING
             fetch.opened, fetch.opened_at = message, now
             self._ask(fetch)
 
-    def _ask(self, fetch: _Fetch) -> None:
+    def _ask(self, fetch: Fetch) -> None:
         """Ask for the next pieces, as many as may be under way."""
         opened, arrival, reserved = fetch.opened, fetch.arrival, fetch.reserved
         assert opened is not None, fetch
@@ -456,7 +401,7 @@ class FetchReads:
             fetch.num_told_tokens = num_tokens
             self._command(BlocksFetched(attempt_id=attempt_id, num_tokens=num_tokens))
 
-    def _judge_pace(self, fetch: _Fetch, now: float) -> None:
+    def _judge_pace(self, fetch: Fetch, now: float) -> None:
         """A piece is here: go on as long as the rest comes sooner than it is computed."""
         opened, arrival, reserved = fetch.opened, fetch.arrival, fetch.reserved
         assert opened is not None, fetch
@@ -485,18 +430,18 @@ class FetchReads:
 
     # -- ends --
 
-    def _stop(self, fetch: _Fetch, outcome: FetchOutcome, now: float) -> None:
+    def _stop(self, fetch: Fetch, outcome: FetchOutcome, now: float) -> None:
         """Ask for no more; end with what is verified, at once or after the last read."""
         self._stop_reads(fetch, outcome)
         self._end_if_read(fetch, now)
 
-    def _stop_reads(self, fetch: _Fetch, outcome: FetchOutcome) -> None:
+    def _stop_reads(self, fetch: Fetch, outcome: FetchOutcome) -> None:
         fetch.outcome = fetch.outcome or outcome
         fetch.stop_at = None
         if fetch.arrival is not None and fetch.arrival.num_open_reads:
             self._effects.append(StopReads(attempt_id=fetch.attempt_id))
 
-    def _end_if_read(self, fetch: _Fetch, now: float) -> bool:
+    def _end_if_read(self, fetch: Fetch, now: float) -> bool:
         """FetchEnded, once all is read or no more is asked for, and no read is outstanding."""
         assert fetch.arrival is not None, fetch
         if fetch.arrival.num_open_reads:
@@ -505,7 +450,7 @@ class FetchReads:
             assert fetch.opened is not None, fetch
             num_blocks = len(fetch.opened.block_ids)
             assert fetch.num_asked_blocks == num_blocks, fetch
-            is_whole = num_blocks == _num_wanted(fetch, self._config)
+            is_whole = num_blocks == fetch.num_wanted_blocks(self._config.block_size)
             fetch.outcome = FetchOutcome.WHOLE if is_whole else FetchOutcome.SHORT
         self._close_stream(fetch)
         del self._fetches[fetch.attempt_id]
@@ -514,7 +459,7 @@ class FetchReads:
         self._learn(fetch, fetch.outcome, num_tokens, now)
         return True
 
-    def _drop(self, fetch: _Fetch, now: float) -> None:
+    def _drop(self, fetch: Fetch, now: float) -> None:
         """The core has ended it, or is told to: it is owed a ReadEnded.
 
         An attempt that is only ASKED gets one too: its FetchReserved may be on its way.
@@ -531,7 +476,7 @@ class FetchReads:
             del self._fetches[fetch.attempt_id]
             self._command(ReadEnded(attempt_id=fetch.attempt_id))
 
-    def _learn(self, fetch: _Fetch, outcome: FetchOutcome, num_tokens: int, now: float) -> None:
+    def _learn(self, fetch: Fetch, outcome: FetchOutcome, num_tokens: int, now: float) -> None:
         """Remember how it went, and tell the books."""
         ticket, reserved, chooser = fetch.ticket, fetch.reserved, self.chooser
         assert ticket is not None, fetch
@@ -557,7 +502,7 @@ class FetchReads:
         self._record(fetch, outcome, now - ticket.begun_at, num_blocks)
 
     def _record(
-        self, fetch: _Fetch, outcome: FetchOutcome, elapsed_s: float, num_blocks: int = 0
+        self, fetch: Fetch, outcome: FetchOutcome, elapsed_s: float, num_blocks: int = 0
     ) -> None:
         plan = fetch.plan
         self._effects.append(
@@ -565,7 +510,7 @@ class FetchReads:
                 attempt_id=fetch.attempt_id,
                 holder=fetch.peer.key,
                 outcome=outcome,
-                num_wanted_blocks=_num_wanted(fetch, self._config),
+                num_wanted_blocks=fetch.num_wanted_blocks(self._config.block_size),
                 num_blocks=num_blocks,
                 elapsed_s=elapsed_s,
                 predicted_s=plan.predicted_s if plan is not None else 0.0,
@@ -580,12 +525,12 @@ class FetchReads:
     def _block_bytes(self) -> int:
         return self._fetch_config.block_bytes
 
-    def _wanted(self, attempt_id: AttemptId) -> _Fetch | None:
+    def _wanted(self, attempt_id: AttemptId) -> Fetch | None:
         """The attempt's fetch, if its end is still to be told."""
         fetch = self._fetches.get(attempt_id)
         return fetch if fetch is not None and fetch.state is not FetchState.ENDING else None
 
-    def _close_stream(self, fetch: _Fetch) -> None:
+    def _close_stream(self, fetch: Fetch) -> None:
         if fetch.is_stream_open:
             fetch.is_stream_open = False
             self._effects.append(CloseStream(attempt_id=fetch.attempt_id))
@@ -601,9 +546,3 @@ class FetchReads:
     def _take_effects(self) -> list[FetchEffect]:
         effects, self._effects = self._effects, []
         return effects
-
-
-def _num_wanted(fetch: _Fetch, config: HandoffConfig) -> int:
-    """Blocks that were reserved for it."""
-    assert fetch.reserved is not None, fetch
-    return (fetch.reserved.num_tokens - fetch.reserved.num_cached_tokens) // config.block_size

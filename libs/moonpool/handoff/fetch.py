@@ -1,0 +1,78 @@
+"""Fetch: what the reader's side knows of one attempt's prefix at one peer."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from dataclasses import dataclass
+
+from moonpool.core.protocol import FetchReserved
+from moonpool.handoff.arrival import Arrival
+from moonpool.handoff.effects import FetchOutcome
+from moonpool.handoff.fetch_choice import FetchPlan, FetchTicket
+from moonpool.handoff.messages import PeerPrefix, PrefixOpened
+from moonpool.ids import AttemptId
+
+
+class FetchState(enum.StrEnum):
+    #: The core may reserve blocks for it, or start without.
+    ASKED = "asked"
+    #: Blocks are reserved, the stream is asked for.
+    OPENING = "opening"
+    #: The holder's blocks are locked; they are read.
+    READING = "reading"
+    #: Nothing of it is wanted any more; reads are outstanding.
+    ENDING = "ending"
+
+
+@dataclass(slots=True, kw_only=True)
+class Fetch:
+    """One attempt's prefix at one peer."""
+
+    attempt_id: AttemptId
+    peer: PeerPrefix
+    state: FetchState = FetchState.ASKED
+    #: From FetchReserved; None while it is ASKED.
+    reserved: FetchReserved | None = None
+    arrival: Arrival | None = None
+    plan: FetchPlan | None = None
+    ticket: FetchTicket | None = None
+    is_stream_open: bool = False
+    #: READING: the holder's blocks from the first that is wanted, all their leaves, and how many of
+    #: them have been asked for.
+    opened: PrefixOpened | None = None
+    opened_at: float = 0.0
+    num_asked_blocks: int = 0
+    #: Bytes of pieces that came whole.
+    num_bytes: int = 0
+    #: Prefix of tokens that the core was told of.
+    num_told_tokens: int = 0
+    #: Why no more is asked for, once that is so.
+    outcome: FetchOutcome | None = None
+    message: str = ""
+    #: OPENING and READING, until the reads are stopped.
+    stop_at: float | None = None
+
+    def fork(self) -> Fetch:
+        fetch = copy.copy(self)
+        fetch.arrival = self.arrival.fork() if self.arrival is not None else None
+        return fetch
+
+    def key(self) -> tuple[object, ...]:
+        return (
+            self.attempt_id,
+            self.peer,
+            self.state,
+            self.is_stream_open,
+            self.arrival.key() if self.arrival is not None else None,
+            self.opened,
+            self.num_asked_blocks,
+            self.num_told_tokens,
+            self.outcome,
+            self.stop_at is None,
+        )
+
+    def num_wanted_blocks(self, block_size: int) -> int:
+        """Blocks that were reserved for it. Not while it is ASKED."""
+        assert self.reserved is not None, self
+        return (self.reserved.num_tokens - self.reserved.num_cached_tokens) // block_size
