@@ -20,7 +20,8 @@
 enum {
     MAX_QUERIES = 3, /* query heads at once */
     MAX_TOKENS = 4,  /* keys at once */
-    MAX_VECTORS = 8, /* vectors of a value at once */
+    MAX_VECTORS = 4, /* vectors of a value at once */
+    AHEAD = 4,       /* blocks whose keys are fetched before they are used */
 };
 
 /* What one KV head of one row needs. */
@@ -73,6 +74,13 @@ MP_INLINE floats exponential(floats x)
     return (floats)((integers)(p * (floats)(exponent << 23)) & is_normal);
 }
 
+/* Blocks are scattered: without being told, the processor would wait for the first bytes of each. */
+MP_INLINE void fetch(const uint8_t *at, int64_t num_bytes)
+{
+    for (int64_t i = 0; i < num_bytes; i += 64)
+        __builtin_prefetch(at + i);
+}
+
 /* scores[q][t] for `num_tokens` keys from `key` on. */
 MP_INLINE void score(int is_bfloat16, int num_queries, int num_tokens, int64_t head_dim,
                      const float *query, const uint8_t *key, float scale, float *scores,
@@ -108,14 +116,21 @@ MP_INLINE void score_all(const head *h, int is_bfloat16, int num_queries, const 
     const mp_geometry *g = &h->attention->geometry;
     const int64_t head_dim = h->attention->head_dim;
     const float scale = h->attention->scale;
-    for (int64_t first = 0; first < h->length; first += g->block_size) {
-        const uint8_t *key = h->keys + h->blocks[first / g->block_size] * g->block_stride;
-        const int64_t left = h->length - first;
+    const int64_t num_blocks = (h->length + g->block_size - 1) / g->block_size;
+    for (int64_t block = 0; block < num_blocks; block++) {
+        const int64_t first = block * g->block_size, left = h->length - first;
         const int64_t count = left < g->block_size ? left : g->block_size;
+        const int64_t at = h->blocks[block] * g->block_stride;
+        const int64_t later = block + AHEAD < num_blocks ? block + AHEAD : num_blocks - 1;
+        const uint8_t *key = h->keys + at, *value = h->values + at;
+        const uint8_t *next_key = h->keys + h->blocks[later] * g->block_stride;
         int64_t t = 0;
-        for (; t + MAX_TOKENS <= count; t += MAX_TOKENS)
+        for (; t + MAX_TOKENS <= count; t += MAX_TOKENS) {
+            fetch(next_key + t * g->token_bytes, MAX_TOKENS * g->token_bytes);
+            fetch(value + t * g->token_bytes, MAX_TOKENS * g->token_bytes);
             score(is_bfloat16, num_queries, MAX_TOKENS, head_dim, query, key + t * g->token_bytes,
                   scale, scores + first + t, stride);
+        }
         for (; t < count; t++)
             score(is_bfloat16, num_queries, 1, head_dim, query, key + t * g->token_bytes, scale,
                   scores + first + t, stride);
@@ -191,8 +206,8 @@ MP_INLINE void attend_head(const head *h, int is_bfloat16, int num_queries, cons
     for (int q = 0; q < num_queries; q++)
         sums[q] = soften(scores + q * stride, h->length);
     int64_t v = 0;
-    for (; v + 4 <= num_vectors; v += 4)
-        mix(h, is_bfloat16, num_queries, 4, v * LANES, scores, stride, sums, out);
+    for (; v + MAX_VECTORS <= num_vectors; v += MAX_VECTORS)
+        mix(h, is_bfloat16, num_queries, MAX_VECTORS, v * LANES, scores, stride, sums, out);
     for (; v < num_vectors; v++)
         mix(h, is_bfloat16, num_queries, 1, v * LANES, scores, stride, sums, out);
 }
