@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moonpool.ids import BlockHash, BlockId
 from moonpool.kv.block_cache import BlockCache, NoBlocksError
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from moonpool.kv.eviction import EvictionName, make_eviction
 from support.kv import make_chain
 
 NUM_BLOCKS = 10
@@ -26,6 +27,8 @@ class Cached:
     block_id: BlockId
     parent: BlockHash | None
     last_used: int = 0
+    #: S3-FIFO: it is in the small segment.
+    is_small: bool = True
 
 
 @dataclass(slots=True)
@@ -43,6 +46,9 @@ class Model:
     cached: dict[BlockHash, Cached] = field(default_factory=dict)
     refs: Counter[BlockId] = field(default_factory=Counter)
     tick: int = 0
+    eviction: EvictionName = EvictionName.LRU
+    #: S3-FIFO: what was evicted from the small segment. Never so many here that one is forgotten.
+    ghosts: set[BlockHash] = field(default_factory=set)
 
     def match(self, chain: Sequence[BlockHash]) -> list[BlockId]:
         matched = []
@@ -55,8 +61,20 @@ class Model:
     def insert(self, chain: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
         parent: BlockHash | None = None
         for block_hash, block_id in zip(chain, block_ids, strict=True):
-            self.cached.setdefault(block_hash, Cached(block_id, parent))
+            if block_hash not in self.cached:
+                is_small = block_hash not in self.ghosts
+                self.ghosts.discard(block_hash)
+                self.cached[block_hash] = Cached(block_id, parent, is_small=is_small)
             parent = block_hash
+
+    def acquire(self, block_ids: Sequence[BlockId]) -> None:
+        self.refs.update(block_ids)
+        for entry in self.cached.values():
+            entry.is_small &= entry.block_id not in block_ids
+
+    def remove(self, block_hash: BlockHash) -> None:
+        if self.cached.pop(block_hash).is_small:
+            self.ghosts.add(block_hash)
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
         self.tick += 1
@@ -75,9 +93,16 @@ class Model:
         return NUM_BLOCKS - len(held | {entry.block_id for entry in self.cached.values()})
 
     def next_victim(self) -> BlockHash | None:
-        """The least recently used idle block without cached children; None if all have some."""
+        """The least recently used idle block without cached children; None if all have some.
+
+        With S3-FIFO from the segment whose turn it is, if it has one.
+        """
         parents = {entry.parent for entry in self.cached.values()}
         leaves = self.idle - parents
+        is_small_due = False
+        if self.eviction is EvictionName.S3_FIFO:
+            is_small_due = sum(e.is_small for e in self.cached.values()) > NUM_BLOCKS // 10
+            leaves = {h for h in leaves if self.cached[h].is_small is is_small_due} or leaves
         return min(leaves, key=lambda h: self.cached[h].last_used, default=None)
 
     def descendants(self, block_hash: BlockHash) -> set[BlockHash]:
@@ -88,10 +113,12 @@ class Model:
 
 
 class BlockCacheMachine(RuleBasedStateMachine):
+    eviction = EvictionName.LRU
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache = BlockCache(NUM_BLOCKS)
-        self.model = Model()
+        self.cache = BlockCache(NUM_BLOCKS, make_eviction(self.eviction, NUM_BLOCKS))
+        self.model = Model(eviction=self.eviction)
         self.holders: list[Holder] = []
         #: What a listener to the events believes: hash -> parent.
         self.heard: dict[BlockHash, BlockHash | None] = {}
@@ -111,14 +138,14 @@ class BlockCacheMachine(RuleBasedStateMachine):
         while model.num_free < num_blocks:
             victim = model.next_victim()
             if victim is not None:
-                del model.cached[victim]
+                model.remove(victim)
                 continue
             gone = {h for h, e in model.cached.items() if not cache.is_cached(e.block_id)}
             gone |= {h for h, e in model.cached.items() if e.block_id in block_ids}
             assert gone & model.idle
             assert gone == set().union(*map(model.descendants, gone))
             for block_hash in gone:
-                del model.cached[block_hash]
+                model.remove(block_hash)
         model.refs.update(block_ids)
         return block_ids
 
@@ -133,7 +160,7 @@ class BlockCacheMachine(RuleBasedStateMachine):
         num_new = len(chain) - len(matched)
         fits = self.cache.can_allocate(num_new, keep=matched)
         self.cache.acquire(matched)
-        self.model.refs.update(matched)
+        self.model.acquire(matched)
         block_ids = self._allocate(num_new)
         assert (block_ids is not None) == fits
         if block_ids is None:
@@ -171,7 +198,7 @@ class BlockCacheMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(holder.block_ids) - 1))
         locked = holder.block_ids[start:]
         self.cache.acquire(locked)
-        self.model.refs.update(locked)
+        self.model.acquire(locked)
         self.holders.append(Holder(holder.text, locked, is_reader=True))
 
     @precondition(lambda self: self.holders)
@@ -186,14 +213,16 @@ class BlockCacheMachine(RuleBasedStateMachine):
         self.cache.clear()
         for block_hash in self.model.idle:
             for gone in self.model.descendants(block_hash):
-                self.model.cached.pop(gone, None)
+                if gone in self.model.cached:
+                    self.model.remove(gone)
 
     @rule(text=texts)
     def forget(self, text: str) -> None:
         first_hash = make_chain(text)[0]
         self.cache.forget_chain(first_hash)
         for gone in self.model.descendants(first_hash):
-            self.model.cached.pop(gone, None)
+            if gone in self.model.cached:
+                self.model.remove(gone)
 
     @rule()
     def listen(self) -> None:
@@ -237,5 +266,11 @@ class BlockCacheMachine(RuleBasedStateMachine):
         self.cache.validate()
 
 
+class S3FifoMachine(BlockCacheMachine):
+    eviction = EvictionName.S3_FIFO
+
+
 TestBlockCache = BlockCacheMachine.TestCase
+TestS3Fifo = S3FifoMachine.TestCase
 TestBlockCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestS3Fifo.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moonpool.kv.eviction import EvictionName
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
@@ -23,6 +25,8 @@ class CoreConfig:
     max_queued_steps: int = 2
     #: Expected growth of a running request, in tokens, kept free when a new one is taken.
     headroom_tokens: int = 32
+    #: Which cached block goes first when the pool is full.
+    eviction: EvictionName = EvictionName.LRU
     #: Tokens at which an answer ends, from the model's generation_config.
     eos_token_ids: tuple[int, ...] = ()
     #: Run validate() after every command and step (tests, debugging).

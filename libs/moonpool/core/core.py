@@ -70,6 +70,7 @@ from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_cache import BlockCache
 from moonpool.kv.block_hash import NamespaceSeed
+from moonpool.kv.eviction import make_eviction
 from moonpool.sched.output import ScheduledRow, SchedulerOutput
 from moonpool.sched.request import Order, RequestState, RequestStatus, Role
 from moonpool.sched.scheduler import Scheduler
@@ -89,7 +90,8 @@ class Core:
     def __init__(self, config: CoreConfig, namespace_seed: NamespaceSeedOf) -> None:
         self._config: Final = config
         self._namespace_seed: Final = namespace_seed
-        self._cache = BlockCache(config.num_blocks)
+        eviction = make_eviction(config.eviction, config.num_blocks)
+        self._cache = BlockCache(config.num_blocks, eviction)
         self._scheduler = Scheduler(
             cache=self._cache,
             block_size=config.block_size,
@@ -534,6 +536,7 @@ class Core:
             self._scheduler.reservations.key(name),
             self._scheduler.prefix_locks.key(name),
             tuple((value, names.get(block_id, -1)) for value, block_id in self._cache.contents()),
+            self._cache.eviction_key(),
             self._attempts.key(),
             self._is_draining,
             tuple((row.state.attempt_id, row.state.role, row.end) for row in self._rows_in_flight),

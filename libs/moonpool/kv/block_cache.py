@@ -20,7 +20,7 @@ anything. There is no clock: recency is a counter of releases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from moonpool.ids import BlockHash, BlockId
@@ -123,6 +123,7 @@ class BlockCache:
             ValueError: a block is free or outside the pool.
         """
         self._pool.acquire(block_ids)
+        self._eviction.on_found(block_ids)
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """Drop one reference of each block, the last first.
@@ -195,6 +196,11 @@ class BlockCache:
             return (not is_idle, self._eviction.priority(item[1]) if is_idle else 0, item[0])
 
         return tuple(sorted(self._tree.items(), key=rank))
+
+    def eviction_key(self) -> Hashable:
+        """What decides, besides `contents`, who is evicted now or later; for exploring."""
+        segments = tuple(self._eviction.segment(block_id) for _, block_id in self.contents())
+        return (segments, self._eviction.key())
 
     def validate(self) -> None:
         """Check every invariant from first principles; raises AssertionError. O(num_blocks)."""

@@ -29,17 +29,17 @@ costs one step per node. No clock: ticks are given.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 
 from moonpool.ids import BlockHash, BlockId
 from moonpool.kv.block_pool import BlockPool
 from moonpool.kv.events import CacheEventLog
 from moonpool.kv.eviction import EvictionPolicy
+from moonpool.kv.leaf_queue import LeafQueue
 
 
 class _Node:
-    __slots__ = ("block_ids", "children", "hashes", "is_queued", "parent")
+    __slots__ = ("block_ids", "children", "hashes", "parent")
 
     def __init__(
         self, hashes: list[BlockHash], block_ids: list[BlockId], parent: _Node | None
@@ -49,8 +49,6 @@ class _Node:
         self.parent = parent
         #: By the first hash of the child's run.
         self.children: dict[BlockHash, _Node] = {}
-        #: Has exactly one entry in the queue of leaves.
-        self.is_queued = False
 
 
 class RadixTree:
@@ -69,10 +67,9 @@ class RadixTree:
         self._root = _Node([], [], None)
         #: By block id: the node whose run holds it, None if it is not in the tree.
         self._node_by_block: list[_Node | None] = [None] * pool.num_total
-        #: Heap of (priority when queued, order of queueing, node). Holds every leaf whose last block
-        #: is unlocked. An entry may be out of date: too low a priority, or not such a leaf any more.
-        self._leaves: list[tuple[int, int, _Node]] = []
-        self._num_queued = 0
+        #: Holds every leaf whose last block is unlocked, in the segment of that block. An entry may be
+        #: out of date: too low a priority, or not such a leaf any more.
+        self._leaves: LeafQueue[_Node] = LeafQueue(eviction.num_segments)
         #: Holds every node with an unlocked block, least recently unlocked first (and maybe others).
         self._unlocked: dict[_Node, None] = {}
         self._num_blocks = 0
@@ -123,6 +120,7 @@ class RadixTree:
         for block_id in new_block_ids:
             self._node_by_block[block_id] = node
         self._num_blocks += len(new_block_ids)
+        self._eviction.on_stored(new_block_ids, new_hashes)
         self._events.on_stored(new_hashes, hashes[depth - 1] if depth else None)
         return canonical + new_block_ids
 
@@ -156,9 +154,10 @@ class RadixTree:
             raise ValueError(f"evict {num_blocks} of {self._pool.num_idle} unlocked blocks")
         evicted: list[BlockId] = []
         while len(evicted) < num_blocks:
-            leaf = self._pop_leaf()
+            turn = self._eviction.turn()
+            leaf = self._pop_leaf(turn.segments)
             if leaf is not None:
-                evicted += self._trim(leaf, num_blocks - len(evicted))
+                evicted += self._trim(leaf, min(num_blocks - len(evicted), turn.num_blocks))
             else:
                 evicted += self._cut()
         return evicted
@@ -166,15 +165,10 @@ class RadixTree:
     def forget(self, first_hash: BlockHash) -> list[BlockId]:
         """Remove the block that begins a chain with this hash, and all below it, locked or not.
 
-        Returns the removed ones that are idle. O(blocks removed + leaves queued).
+        Returns the removed ones that are idle. O(blocks removed).
         """
         node = self._root.children.get(first_hash)
-        if node is None:
-            return []
-        idle = self._remove_below(node, 0)
-        self._leaves = [entry for entry in self._leaves if entry[2].block_ids]
-        heapq.heapify(self._leaves)
-        return idle
+        return [] if node is None else self._remove_below(node, 0)
 
     def items(self) -> Iterator[tuple[BlockHash, BlockId]]:
         """Every block of the tree with its hash, parents before children."""
@@ -221,32 +215,37 @@ class RadixTree:
         )
 
     def _queue_if_evictable(self, node: _Node) -> None:
-        if not node.is_queued and self._is_evictable(node):
-            node.is_queued = True
-            self._num_queued += 1
-            priority = self._eviction.priority(node.block_ids[-1])
-            heapq.heappush(self._leaves, (priority, self._num_queued, node))
+        if self._is_evictable(node):
+            block_id = node.block_ids[-1]
+            segment = self._eviction.segment(block_id)
+            if self._leaves.segment(node) != segment:
+                self._leaves.put(node, segment, self._eviction.priority(block_id))
 
-    def _pop_leaf(self) -> _Node | None:
-        """Take the evictable leaf of the smallest priority off the queue."""
-        while self._leaves:
-            priority, _, node = heapq.heappop(self._leaves)
-            node.is_queued = False
-            if self._is_evictable(node):
-                if self._eviction.priority(node.block_ids[-1]) == priority:
-                    return node
-                self._queue_if_evictable(node)
+    def _pop_leaf(self, segments: Sequence[int]) -> _Node | None:
+        """Take the evictable leaf of the smallest priority off the first segment that has one."""
+        for segment in segments:
+            while (found := self._leaves.pop(segment)) is not None:
+                priority, node = found
+                if self._is_evictable(node):
+                    block_id = node.block_ids[-1]
+                    is_here = self._eviction.segment(block_id) == segment
+                    if is_here and self._eviction.priority(block_id) == priority:
+                        return node
+                    self._queue_if_evictable(node)
         return None
 
     def _trim(self, leaf: _Node, num_blocks: int) -> list[BlockId]:
         """Remove up to `num_blocks` unlocked blocks from the leaf's tail, as long as it is its turn."""
         is_idle, priority = self._pool.is_idle, self._eviction.priority
         block_ids = leaf.block_ids
+        segment = self._eviction.segment(block_ids[-1])
         keep = len(block_ids) - 1
         stop = max(0, len(block_ids) - num_blocks)
         # The next leaf's turn comes after this priority (or later: its entry may be too low).
-        limit = self._leaves[0][0] if self._leaves else None
+        limit = self._leaves.first_priority(segment)
         while keep > stop and is_idle(block_ids[keep - 1]):
+            if self._eviction.segment(block_ids[keep - 1]) != segment:
+                break
             if limit is not None and priority(block_ids[keep - 1]) > limit:
                 break
             keep -= 1
@@ -283,8 +282,9 @@ class RadixTree:
         assert not node.children
         first_hash = node.hashes[0]
         removed = node.block_ids[: keep - 1 if keep else None : -1]
-        self._events.on_removed(reversed(node.hashes[keep:]))
-        self._eviction.on_removed(removed)
+        removed_hashes = node.hashes[: keep - 1 if keep else None : -1]
+        self._events.on_removed(removed_hashes)
+        self._eviction.on_removed(removed, removed_hashes)
         del node.hashes[keep:], node.block_ids[keep:]
         for block_id in removed:
             self._node_by_block[block_id] = None
@@ -294,6 +294,7 @@ class RadixTree:
             assert parent is not None
             del parent.children[first_hash]
             self._unlocked.pop(node, None)
+            self._leaves.drop(node)
         return removed
 
     # -- checking --
@@ -302,8 +303,7 @@ class RadixTree:
         """Raise AssertionError if the tree contradicts itself or the pool."""
         found: dict[BlockId, _Node] = {}
         hashes: set[BlockHash] = set()
-        queued = [node for _, _, node in self._leaves]
-        assert len(queued) == len(set(queued)), "a leaf is queued twice"
+        self._leaves.validate()
         assert not self._root.hashes
         assert not self._root.block_ids
         nodes = [self._root]
@@ -320,11 +320,12 @@ class RadixTree:
                 found[block_id] = node
                 hashes.add(block_hash)
                 assert not self._pool.is_free(block_id), f"free block {block_id} is cached"
-            assert node.is_queued == (node in queued)
-            assert node.is_queued or not self._is_evictable(node), "an evictable leaf is forgotten"
+            if self._is_evictable(node):
+                segment = self._eviction.segment(node.block_ids[-1])
+                assert self._leaves.segment(node) == segment, "an evictable leaf is forgotten"
             is_unlocked = any(self._pool.is_idle(block_id) for block_id in node.block_ids)
             assert node in self._unlocked or not is_unlocked, "an unlocked block is forgotten"
-        assert set(queued) <= set(nodes), "a removed node is queued"
+        assert set(self._leaves) <= set(nodes), "a removed node is queued"
         assert set(self._unlocked) <= set(nodes), "a removed node is kept"
         assert len(found) == self._num_blocks, (len(found), self._num_blocks)
         for index, holder in enumerate(self._node_by_block):
