@@ -19,6 +19,7 @@ from moonpool.config.process import (
 )
 from moonpool.config.schema import (
     ClusterConfig,
+    EvictionPolicyName,
     PlacementSettings,
     RouterMode,
     default_data_dir,
@@ -26,6 +27,7 @@ from moonpool.config.schema import (
 from moonpool.config.secret import load_or_create_secret
 from moonpool.config.values import format_size, parse_cpus, parse_size
 from moonpool.errors import ConfigError
+from moonpool.kv.eviction import EvictionName
 from moonpool.routing.config import PolicyName, RoutingConfig
 from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool_router.placement_config import routing_config
@@ -53,6 +55,10 @@ def test_defaults_need_no_file() -> None:
     assert config.router.request_timeout_s == 600
     assert config.local_prefill_tokens == 256
     assert config.nats.is_embedded
+
+
+def test_every_eviction_policy_can_be_named() -> None:
+    assert set(get_args(EvictionPolicyName)) == {name.value for name in EvictionName}
 
 
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:

@@ -136,6 +136,9 @@ def up(
     kv_cache_memory_bytes: Annotated[
         str | None, typer.Option(help="Size of a worker's pool, like 512MiB.")
     ] = None,
+    kv_eviction_policy: Annotated[
+        str | None, typer.Option(help="Which cached block goes first: lru or s3_fifo.")
+    ] = None,
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Uncached tokens that a decode worker prefills itself.")
     ] = None,
@@ -249,6 +252,7 @@ def up(
         "worker.block_size": block_size,
         "worker.num_blocks": num_blocks,
         "worker.kv_cache_memory_bytes": kv_cache_memory_bytes,
+        "worker.kv_eviction_policy": kv_eviction_policy,
         "worker.max_num_batched_tokens": max_num_batched_tokens,
         "worker.max_num_seqs": max_num_seqs,
         "worker.max_model_len": max_model_len,

@@ -61,6 +61,7 @@ FLAG_BY_KEY = {
     "worker.block_size": "--block-size",
     "worker.num_blocks": "--num-blocks",
     "worker.kv_cache_memory_bytes": "--kv-cache-memory-bytes",
+    "worker.kv_eviction_policy": "--kv-eviction-policy",
     "worker.max_num_batched_tokens": "--max-num-batched-tokens",
     "worker.max_num_seqs": "--max-num-seqs",
     "worker.max_model_len": "--max-model-len",

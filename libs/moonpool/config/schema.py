@@ -29,6 +29,8 @@ RouterMode = Literal[
     "min_ttft", "random", "round_robin", "least_loaded", "prefix_affinity", "dynamo_linear"
 ]
 TransportName = Literal["shm", "nixl", "grpc"]
+#: moonpool.kv.eviction.EvictionName
+EvictionPolicyName = Literal["lru", "s3_fifo"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 Port = Annotated[int, Field(ge=0, le=65_535)]
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
@@ -165,6 +167,9 @@ class WorkerSettings(Section):
     #: Blocks of the pool. None: as many as fit in `kv_cache_memory_bytes`.
     num_blocks: int | None = Field(default=None, ge=2, le=2**31 - 1)
     kv_cache_memory_bytes: SizeBytes = Field(default=512 * 2**20, ge=2**16)
+    #: Which cached block goes first when the pool is full: the least recently used, or by S3-FIFO, which
+    #: keeps what is used again from being pushed out by what is used once.
+    kv_eviction_policy: EvictionPolicyName = "lru"
     #: Token budget of one step.
     max_num_batched_tokens: int = Field(default=2_048, ge=1, le=2**20)
     #: Most requests in one step.

@@ -14,6 +14,7 @@ from moonpool.hub.model_dir import ModelDir
 from moonpool.ids import WorkerKey
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.digest import DigestKind
+from moonpool.kv.eviction import EvictionName
 from moonpool.kv.layout import KvLayout
 from moonpool.kv.region import KvRegion
 from moonpool.memory.fd_server import socket_name
@@ -68,6 +69,7 @@ def core_config(config: WorkerConfig, model: ModelDir, layout: KvLayout) -> Core
         local_prefill_tokens=config.common.local_prefill_tokens,
         max_queued_steps=settings.max_queued_steps,
         headroom_tokens=settings.headroom_tokens,
+        eviction=EvictionName(settings.kv_eviction_policy),
         eos_token_ids=model.config.eos_token_ids,
         is_checked=settings.is_checked,
     )
