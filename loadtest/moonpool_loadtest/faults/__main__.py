@@ -10,8 +10,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
-from moonpool.config.schema import ClusterConfig, default_data_dir
+from moonpool.config.schema import ClusterConfig, TransportName, default_data_dir
 from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
 from moonpool_loadtest.faults.lab import (
@@ -44,8 +45,15 @@ _POSITIONS = (0, 1, 7, 20)
 _MAX_DIFFERING_SHARE = {"float32": 1 / 50, "bfloat16": 1.0}
 
 
-def cluster_config(model: str, *, data_dir: Path, dtype: str, is_checked: bool) -> ClusterConfig:
-    """A prefill worker, a decode worker per transport with four slots each, a router on free ports."""
+def cluster_config(
+    model: str, *, data_dir: Path, dtype: str, is_checked: bool, transport: TransportName = "shm"
+) -> ClusterConfig:
+    """A prefill worker, two decode workers with four slots each, a router on free ports.
+
+    Args:
+        transport: How the first decode worker reads, which is the one that dies; the other by gRPC.
+    """
+    offered = ["shm", "nixl", "grpc"] if transport == "nixl" else ["shm", "grpc"]
     settings = {
         "num_blocks": 256,
         "max_num_batched_tokens": 128,
@@ -63,8 +71,8 @@ def cluster_config(model: str, *, data_dir: Path, dtype: str, is_checked: bool) 
             "router": {"http_port": 0, "grpc_port": 0},
             "worker": settings,
             "workers": [
-                {"role": "prefill"},
-                {"role": "decode", "transports": ["shm"]},
+                {"role": "prefill", "transports": offered},
+                {"role": "decode", "transports": [transport]},
                 {"role": "decode", "name": "grpc", "transports": ["grpc"]},
             ],
         }
@@ -152,6 +160,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moonpool_loadtest.faults", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--transport", choices=get_args(TransportName), default="shm")
     parser.add_argument("--data-dir", type=Path, help="where models are; logs go there too")
     parser.add_argument("--check", action="store_true", help="workers check all invariants")
     options = parser.parse_args(None if arguments is None else list(arguments))
@@ -160,7 +169,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         model = resolve(options.model, data_dir=data_dir)
         with tempfile.TemporaryDirectory(prefix="moonpool-faults-") as home:
             config = cluster_config(
-                str(model.path), data_dir=Path(home), dtype=options.dtype, is_checked=options.check
+                str(model.path),
+                data_dir=Path(home),
+                dtype=options.dtype,
+                is_checked=options.check,
+                transport=options.transport,
             )
             reports = asyncio.run(
                 run_all(

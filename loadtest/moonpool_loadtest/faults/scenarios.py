@@ -16,7 +16,7 @@ from moonpool_loadtest.faults.lab import FaultLab, FaultReport
 from moonpool_loadtest.faults.workload import Outcome
 
 PREFILL = "prefill-0"
-#: Reads KV from the prefill worker's memory.
+#: Reads KV as the cluster's configuration says: shm by default.
 DECODE = "decode-0"
 #: Reads KV over gRPC.
 DECODE_GRPC = "grpc-0"
@@ -198,7 +198,7 @@ async def run_damage(lab: FaultLab) -> FaultReport:
     if attempts and max(attempts) == 1:
         problems.append("nobody noticed the damage: every request took one attempt")
     return lab.judge(
-        "KV damaged (shm) and lost (grpc) on its way", outcomes, problems=problems, started=started
+        "KV damaged and (by gRPC) lost on its way", outcomes, problems=problems, started=started
     )
 
 
