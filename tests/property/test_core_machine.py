@@ -3,6 +3,8 @@ alone, every request ends, and the ledgers are quiet afterwards."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
@@ -10,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multi
 from moonpool.core.config import CoreConfig
 from moonpool.core.protocol import ClearCache
 from moonpool.ids import RequestId
+from moonpool.kv.eviction import EvictionName
 from support.core_cluster import CoreCluster, Tracked
 from support.fake_runner import answer_alone
 from support.requests import make_request
@@ -28,8 +31,9 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([4, 7, 16, 64]),
         local_prefill_tokens=st.sampled_from([0, 3, 8, 64]),
         headroom_tokens=st.sampled_from([0, 4, 8]),
+        eviction=st.sampled_from(EvictionName),
     )
-    def start(self, **limits: int) -> None:
+    def start(self, **limits: Any) -> None:
         self.config = CoreConfig(
             block_size=4,
             max_model_len=40,

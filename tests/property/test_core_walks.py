@@ -24,6 +24,7 @@ from moonpool.core.protocol import (
     UnlockPrefix,
 )
 from moonpool.ids import AttemptId, RequestId
+from moonpool.kv.eviction import EvictionName
 from support.core_cluster import CoreCluster, Tracked, Worker
 from support.fake_runner import answer_alone
 from support.requests import make_request
@@ -44,6 +45,7 @@ def make_config(rng: random.Random) -> CoreConfig:
         local_prefill_tokens=rng.choice([0, 4, 8, 64]),
         max_queued_steps=rng.choice([1, 4, 50]),
         headroom_tokens=rng.choice([0, 0, 0, 4, 8]),
+        eviction=rng.choice(list(EvictionName)),
         eos_token_ids=(0,),
         is_checked=True,
     )
