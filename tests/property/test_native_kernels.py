@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 
 import numpy as np
 import pytest
@@ -261,3 +262,69 @@ def test_finishing_a_layer_zeroes_tails_then_digests_then_publishes_then_rings(
 @settings(max_examples=30, deadline=None)
 def test_digest_is_xxh3_64(kernels: native.Kernels, payload: bytes) -> None:
     assert kernels.digest(np.frombuffer(payload, np.uint8)) == xxhash.xxh3_64_intdigest(payload)
+
+
+@forms
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_what_is_gathered_and_streamed_lies_where_it_should_and_is_checked(
+    kernels: native.Kernels, data: st.DataObject, seed: int
+) -> None:
+    """Reads of random leaves, their planes cut at random and shuffled, in messages of random sizes."""
+    geometry = data.draw(geometries())
+    source = random_pool(geometry, seed)
+    target = np.zeros(geometry.region_bytes, np.uint8)
+    queue = kernels.copy_queue()
+    try:
+        stream = queue.stream(target, geometry)
+        wanted, reads, flipped = [], [], []
+        leaves = data.draw(st.permutations(all_leaves(geometry)))
+        while leaves:
+            count = data.draw(st.integers(1, len(leaves)))
+            mine, leaves = leaves[:count], leaves[count:]
+            spans, after = [], []
+            for leaf in mine:
+                for start in data.draw(st.permutations(plane_starts(geometry, *leaf))):
+                    cut = data.draw(st.integers(0, geometry.plane_bytes))
+                    spans += [(start, start, cut)]
+                    spans += [(start + cut, start + cut, geometry.plane_bytes - cut)]
+                after.append(len(spans) - 1)
+            bad = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
+            expected = [
+                reference(source, geometry, *leaf) ^ (i in bad) for i, leaf in enumerate(mine)
+            ]
+            order = data.draw(st.permutations(range(count)))
+            checks = native.leaf_checks(
+                *zip(*mine, strict=True), np.array(expected, np.uint64), after
+            )[list(order)]
+            read = stream.plan(np.array(spans, np.int64), checks)
+            stream.expect(read)
+            wanted += [(offset, length) for offset, _, length in spans if length]
+            reads.append(read)
+            flipped.append(sorted(order.index(i) for i in bad))
+        gathering = kernels.gather(source, np.array(wanted, np.int64))
+        assert gathering.num_left == sum(read.num_bytes for read in reads)
+        while gathering.num_left:
+            stream.feed(gathering.take(data.draw(st.integers(1, gathering.num_left))))
+        while stream.num_done() < len(reads):
+            assert select.select([queue.fileno()], [], [], 10)[0], "no read is done"
+            queue.finished()
+        for read, positions in zip(reads, flipped, strict=True):
+            bad_checks = read.bad_checks()
+            assert ([] if bad_checks is None else bad_checks.tolist()) == positions
+        covered = np.zeros(geometry.region_bytes, np.bool_)
+        for offset, length in wanted:
+            covered[offset : offset + length] = True
+        assert np.array_equal(target, np.where(covered, source, 0))
+        assert stream.ring_at(0) == len(source[covered])
+    finally:
+        queue.close()
+
+
+@forms
+def test_spans_outside_of_the_pool_are_not_gathered(kernels: native.Kernels) -> None:
+    pool = np.zeros(100, np.uint8)
+    for span in ([-1, 1], [100, 1], [0, 101], [1, 100], [5, 0], [5, -1], [2**63 - 1, 2]):
+        with pytest.raises(RangeError) as caught:
+            kernels.gather(pool, np.array([[0, 100], span], np.int64))
+        assert caught.value.index == 1

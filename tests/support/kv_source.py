@@ -107,7 +107,7 @@ async def serve_kv(
                 nixl=nixl,
             ),
         )
-        server.add_generic_rpc_handlers((kv_read_handler(source.pool_of),))
+        server.add_generic_rpc_handlers((kv_read_handler(source.pool_of, native.kernels()),))
         fd_server = FdServer(source.region.fd_socket, {POOL_NAME: memory.pool.fd})
         async with asyncio.TaskGroup() as group:
             task = group.create_task(fd_server.run())

@@ -11,7 +11,14 @@ from moonpool import native
 from moonpool.kv.layout import KvLayout
 from moonpool.native.fallback import FallbackKernels
 from moonpool.native.geometry import LeafGeometry, RangeError
-from moonpool.native.kernels import CopyCancelledError, CopyQueue, CopyTicket, Kernels
+from moonpool.native.kernels import (
+    CopyCancelledError,
+    CopyQueue,
+    CopyStream,
+    CopyTicket,
+    Kernels,
+    StreamRead,
+)
 
 forms = pytest.mark.parametrize(
     "kernels", [native.kernels(), FallbackKernels()], ids=lambda form: type(form).__name__
@@ -132,3 +139,96 @@ def test_a_read_only_target_is_refused(kernels: Kernels) -> None:
             queue.route(random_source(), target, GEOMETRY)
     finally:
         queue.close()
+
+
+def whole_blocks(
+    stream: CopyStream, source: np.ndarray, kernels: Kernels, *blocks: int
+) -> StreamRead:
+    """A read of these blocks to where they lie in the source, expected."""
+    size = LAYOUT.block_bytes
+    digests = [kernels.digest(source[block * size : (block + 1) * size]) for block in blocks]
+    spans = np.array([[0, block * size, size] for block in blocks], np.int64)
+    checks = native.leaf_checks(blocks, 0, np.array(digests, np.uint64), range(len(blocks)))
+    read = stream.plan(spans, checks)
+    stream.expect(read)
+    return read
+
+
+@forms
+def test_an_abandoned_read_writes_nothing_and_its_bytes_are_thrown_away(kernels: Kernels) -> None:
+    source, target = random_source(), np.zeros(LAYOUT.pool_bytes, np.uint8)
+    size = LAYOUT.block_bytes
+    queue = kernels.copy_queue()
+    try:
+        stream = queue.stream(target, GEOMETRY)
+        first = whole_blocks(stream, source, kernels, 0, 1)
+        second = whole_blocks(stream, source, kernels, 2)
+        stream.feed(source[: size // 2].tobytes())
+        while not first.abandon():
+            assert select.select([queue.fileno()], [], [], 10)[0]
+            queue.finished()
+        target[:] = 0
+        stream.feed(source[size // 2 : 3 * size].tobytes())
+        while stream.num_done() < 2:
+            assert select.select([queue.fileno()], [], [], 10)[0]
+            queue.finished()
+        assert not target[: 2 * size].any()
+        assert np.array_equal(target[2 * size : 3 * size], source[2 * size : 3 * size])
+        assert second.bad_checks() is None
+        assert stream.ring_at(0) == 3 * size
+        assert queue.finished() == []
+    finally:
+        queue.close()
+
+
+@forms
+def test_the_queue_rings_when_so_much_is_consumed(kernels: Kernels) -> None:
+    source, target = random_source(), np.zeros(LAYOUT.pool_bytes, np.uint8)
+    queue = kernels.copy_queue()
+    try:
+        stream = queue.stream(target, GEOMETRY)
+        whole_blocks(stream, source, kernels, 0, 1, 2, 3)
+        assert stream.ring_at(100) == 0
+        for at in range(0, 200, 50):
+            stream.feed(source[at : at + 50].tobytes())
+        while stream.ring_at(200) < 200:
+            assert select.select([queue.fileno()], [], [], 10)[0]
+            queue.finished()
+        assert stream.num_done() == 0
+        assert np.array_equal(target[:200], source[:200])
+    finally:
+        queue.close()
+
+
+@forms
+def test_a_read_out_of_bounds_is_not_planned(kernels: Kernels) -> None:
+    queue = kernels.copy_queue()
+    try:
+        stream = queue.stream(np.zeros(LAYOUT.pool_bytes, np.uint8), GEOMETRY)
+        for spans in ([[0, 0, 1], [0, LAYOUT.pool_bytes, 1]], [[0, 0, 1], [0, -1, 1]]):
+            with pytest.raises(RangeError) as caught:
+                stream.plan(np.array(spans), NO_CHECKS)
+            assert (caught.value.what, caught.value.index) == ("span", 1)
+        for block, layer in ((8, 0), (-1, 0), (0, 1)):
+            with pytest.raises(RangeError):
+                stream.plan(
+                    np.array([[0, 0, 1]]),
+                    native.leaf_checks([block], [layer], np.array([0], np.uint64), 0),
+                )
+    finally:
+        queue.close()
+
+
+@forms
+def test_a_closed_queue_takes_no_bytes(kernels: Kernels) -> None:
+    source, target = random_source(), np.zeros(LAYOUT.pool_bytes, np.uint8)
+    queue = kernels.copy_queue()
+    stream = queue.stream(target, GEOMETRY)
+    whole_blocks(stream, source, kernels, *range(8))
+    for at in range(0, len(source), 1000):
+        stream.feed(source[at : at + 1000].tobytes())
+    assert queue.close() == []
+    target[:] = 0
+    with pytest.raises(RuntimeError):
+        stream.feed(bytes(1))
+    assert not target.any()

@@ -23,10 +23,12 @@ from moonpool.native.kernels import (
     CopyStream,
     CopyTicket,
     DecodeAttention,
+    Gathering,
     Kernels,
     LayerFinisher,
     PackedLinear,
     Progress,
+    StreamRead,
 )
 from moonpool.native.loading import NativeStatus, kernels, status
 
@@ -39,6 +41,7 @@ __all__ = [
     "CopyStream",
     "CopyTicket",
     "DecodeAttention",
+    "Gathering",
     "Kernels",
     "LayerFinisher",
     "LeafCheckArray",
@@ -47,6 +50,7 @@ __all__ = [
     "PackedLinear",
     "Progress",
     "RangeError",
+    "StreamRead",
     "kernels",
     "leaf_checks",
     "status",

@@ -12,6 +12,8 @@ import numpy as np
 from moonpool.native.binding import (
     JobStruct,
     NativeLibrary,
+    ReadStruct,
+    ResultStruct,
     StreamStruct,
     address_of,
     geometry_struct,
@@ -25,9 +27,12 @@ from moonpool.native.geometry import (
     LeafCheckArray,
     LeafGeometry,
 )
-from moonpool.native.kernels import CopyRoute, CopyStream, CopyTicket
+from moonpool.native.kernels import CopyRoute, CopyStream, CopyTicket, StreamRead
 
 _INT64 = np.dtype(np.int64)
+_NEVER = 2**63 - 1
+#: What was submitted, or None; and else what must stay alive until the job has finished.
+_Job = tuple["CompiledTicket | None", object]
 
 
 class CompiledTicket:
@@ -58,18 +63,114 @@ class CompiledTicket:
         return is_bad
 
 
+class CompiledRead:
+    """StreamRead over one `mp_read`."""
+
+    __slots__ = ("_is_bad", "_kept_alive", "_library", "_order", "struct")
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        spans: Int64Array,
+        checks: LeafCheckArray,
+        target_bytes: int,
+        geometry_address: int,
+    ) -> None:
+        num_spans, num_checks = len(spans), len(checks)
+        starts, done_at = (ctypes.c_int64 * num_spans)(), (ctypes.c_int64 * num_checks)()
+        self._library = library
+        self._is_bad = (ctypes.c_uint8 * num_checks)()
+        self._kept_alive: object = (spans, checks, starts, done_at)
+        #: Which of the checks given stands where in the order of arrival; None: they are in order.
+        self._order: Int64Array | None = None
+        self.struct = ReadStruct(
+            address_of(spans, _INT64),
+            ctypes.addressof(starts),
+            num_spans,
+            0,
+            address_of(checks, LEAF_CHECK_DTYPE),
+            ctypes.addressof(done_at),
+            num_checks,
+            ctypes.addressof(self._is_bad),
+        )
+        result = ResultStruct()
+        is_sorted = library.brief.mp_read_plan(
+            ctypes.byref(self.struct), geometry_address, target_bytes, ctypes.byref(result)
+        )
+        raise_for(result.status, result.index)
+        if not is_sorted:
+            unsorted = np.ctypeslib.as_array(done_at)
+            self._order = np.argsort(unsorted, kind="stable")
+            checks, unsorted[:] = checks[self._order], unsorted[self._order]
+            self.struct.leaves = address_of(checks, LEAF_CHECK_DTYPE)
+            self._kept_alive = (spans, checks, starts, done_at)
+
+    @property
+    def num_bytes(self) -> int:
+        num_bytes: int = self.struct.num_bytes
+        return num_bytes
+
+    def abandon(self) -> bool:
+        return bool(self._library.brief.mp_read_abandon(ctypes.byref(self.struct)))
+
+    def bad_checks(self) -> Int64Array | None:
+        if not self.struct.num_bad:
+            return None
+        bad = np.flatnonzero(np.ctypeslib.as_array(self._is_bad))
+        return bad if self._order is None else np.sort(self._order[bad])
+
+
+class CompiledStream:
+    """CopyStream over one `mp_stream`. Holds every read that the C side may still touch."""
+
+    def __init__(self, queue: CompiledCopyQueue, target: ByteArray, geometry: LeafGeometry) -> None:
+        self._queue = queue
+        self._target = target
+        self._geometry_address = ctypes.addressof(geometry_struct(geometry))
+        self._struct = StreamStruct(address_of(target, np.uint8), self._geometry_address)
+        self._struct.ring_at = _NEVER
+        self._reference = ctypes.byref(self._struct)
+        self._expected: deque[CompiledRead] = deque()
+        self._num_done = 0
+
+    def plan(self, spans: Int64Array, checks: LeafCheckArray) -> StreamRead:
+        return CompiledRead(
+            self._queue.library, spans, checks, self._target.size, self._geometry_address
+        )
+
+    def expect(self, read: StreamRead) -> None:
+        assert isinstance(read, CompiledRead)
+        self._expected.append(read)
+        self._queue.expect(self._reference, read)
+
+    def feed(self, message: bytes) -> None:
+        self._queue.feed(self, self._reference, message)
+
+    def num_done(self) -> int:
+        num_done: int = self._queue.library.brief.mp_stream_num_done(self._reference)
+        while self._num_done < num_done:
+            self._expected.popleft()
+            self._num_done += 1
+        return num_done
+
+    def ring_at(self, num_bytes: int) -> int:
+        num_consumed: int = self._queue.library.brief.mp_stream_ring_at(self._reference, num_bytes)
+        return num_consumed
+
+
 class CompiledCopyQueue:
     """CopyQueue in C. `_pending` holds every job that the C side may still touch."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._library = library
+        self.library = library
         self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._handle: int | None = library.working.mp_queue_create(self._eventfd)
         if self._handle is None:
             os.close(self._eventfd)
             raise OSError("the copy thread could not be started")
-        self._pending: deque[CompiledTicket] = deque()
-        self._num_told = 0
+        self._pending: deque[_Job] = deque()
+        self._num_finished = 0
+        self._untold: list[CopyTicket] = []
 
     def fileno(self) -> int:
         return self._eventfd
@@ -93,7 +194,6 @@ class CompiledCopyQueue:
             route.source_address,
             route.source.size,
             None,
-            0,
             route.target_address,
             route.target.size,
             address_of(spans, _INT64),
@@ -103,75 +203,60 @@ class CompiledCopyQueue:
             num_checks,
             ctypes.addressof(is_bad),
         )
-        return self._submit(CompiledTicket(self._library, job, is_bad, (route, spans, checks)))
+        return self._submit(CompiledTicket(self.library, job, is_bad, (route, spans, checks)))
 
-    def stream(
-        self,
-        target: ByteArray,
-        geometry: LeafGeometry,
-        spans: Int64Array,
-        starts: Int64Array,
-        checks: LeafCheckArray,
-        done_at: Int64Array,
-    ) -> CopyStream:
+    def stream(self, target: ByteArray, geometry: LeafGeometry) -> CopyStream:
         if not target.flags.writeable:
             raise ValueError("the target is read-only")
-        is_bad = np.zeros(len(checks), np.bool_)
-        handle = StreamStruct(
-            address_of(target, np.uint8),
-            target.size,
-            address_of(spans, _INT64),
-            address_of(starts, _INT64),
-            len(spans),
-            ctypes.addressof(geometry_struct(geometry)),
-            address_of(checks, LEAF_CHECK_DTYPE),
-            address_of(done_at, _INT64),
-            len(checks),
-            address_of(is_bad, np.bool_),
-        )
-        return CopyStream(
-            target=target,
-            geometry=geometry,
-            spans=spans,
-            starts=starts,
-            checks=checks,
-            done_at=done_at,
-            is_bad=is_bad,
-            handle=handle,
-        )
+        return CompiledStream(self, target, geometry)
 
-    def feed(self, stream: CopyStream, begin: int, part: ByteArray) -> CopyTicket:
-        assert isinstance(stream.handle, StreamStruct)
-        job = JobStruct(
-            address_of(part, np.uint8), part.size, ctypes.addressof(stream.handle), begin
+    def expect(self, stream: object, read: CompiledRead) -> None:
+        self.library.brief.mp_stream_expect(self._open(), stream, ctypes.byref(read.struct))
+
+    def feed(self, stream: CompiledStream, reference: object, message: bytes) -> None:
+        job = JobStruct()
+        self._pending.append((None, (job, stream, message)))
+        self._let_go(
+            self.library.brief.mp_stream_feed(
+                self._open(), reference, ctypes.byref(job), message, len(message)
+            )
         )
-        return self._submit(CompiledTicket(self._library, job, None, (stream, part)))
 
     def _submit(self, ticket: CompiledTicket) -> CopyTicket:
+        handle = self._open()
+        self._pending.append((ticket, None))
+        self.library.brief.mp_queue_submit(handle, ctypes.byref(ticket.job))
+        return ticket
+
+    def _open(self) -> int:
         if self._handle is None:
             raise RuntimeError("the copy queue is closed")
-        self._pending.append(ticket)
-        self._library.brief.mp_queue_submit(self._handle, ctypes.byref(ticket.job))
-        return ticket
+        return self._handle
 
     def finished(self) -> list[CopyTicket]:
         if self._handle is None:
             return []
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._eventfd)
-        num_finished: int = self._library.brief.mp_queue_finished(self._handle)
-        tickets: list[CopyTicket] = []
-        while self._num_told < num_finished:
-            tickets.append(self._pending.popleft())
-            self._num_told += 1
+        self._let_go(self.library.brief.mp_queue_finished(self._handle))
+        tickets, self._untold = self._untold, []
         return tickets
+
+    def _let_go(self, num_finished: int) -> None:
+        """Forget the oldest jobs up to so many in all; those that were submitted are to be told."""
+        while self._num_finished < num_finished:
+            ticket = self._pending.popleft()[0]
+            if ticket is not None:
+                self._untold.append(ticket)
+            self._num_finished += 1
 
     def close(self) -> list[CopyTicket]:
         if self._handle is None:
             return []
-        self._library.working.mp_queue_close(self._handle)
+        self.library.working.mp_queue_close(self._handle)
         self._handle = None
         os.close(self._eventfd)
-        tickets: list[CopyTicket] = list(self._pending)
+        tickets = self._untold + [job[0] for job in self._pending if job[0] is not None]
         self._pending.clear()
+        self._untold = []
         return tickets

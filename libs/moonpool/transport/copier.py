@@ -101,6 +101,7 @@ class Copier:
         self._loop = asyncio.get_running_loop()
         self._queue: CopyQueue = kernels.copy_queue()
         self._jobs: deque[CopyJob] = deque()
+        self._on_ready_by_stream: dict[CopyStream, Callable[[], None]] = {}
         self._is_closed = False
         self._loop.add_reader(self._queue.fileno(), self._on_ready)
 
@@ -123,26 +124,19 @@ class Copier:
         """
         return self._job(self._queue.submit(route, spans, checks), on_finished)
 
-    def stream(
-        self,
-        target: LocalPool,
-        spans: Int64Array,
-        starts: Int64Array,
-        checks: LeafCheckArray,
-        done_at: Int64Array,
-    ) -> CopyStream:
-        """A read whose bytes will be fed in parts; see native.CopyStream for the arrays."""
-        return self._queue.stream(target.bytes, target.geometry, spans, starts, checks, done_at)
+    def stream(self, target: LocalPool, on_ready: Callable[[], None]) -> CopyStream:
+        """A stream of reads into our pool.
 
-    def feed(
-        self,
-        stream: CopyStream,
-        begin: int,
-        part: ByteArray,
-        on_finished: Callable[[CopyJob], None],
-    ) -> CopyJob:
-        """Queue the stream's bytes [begin, begin + len(part)); parts are fed in order."""
-        return self._job(self._queue.feed(stream, begin, part), on_finished)
+        Args:
+            on_ready: Called on the loop whenever something about it may have changed.
+        """
+        stream = self._queue.stream(target.bytes, target.geometry)
+        self._on_ready_by_stream[stream] = on_ready
+        return stream
+
+    def forget(self, stream: CopyStream) -> None:
+        """Nothing about the stream is told any more."""
+        self._on_ready_by_stream.pop(stream, None)
 
     def _job(self, ticket: CopyTicket, on_finished: Callable[[CopyJob], None] | None) -> CopyJob:
         job = CopyJob(self._loop, ticket, on_finished)
@@ -163,6 +157,8 @@ class Copier:
     def _tell(self, num_finished: int) -> None:
         for _ in range(num_finished):
             self._jobs.popleft()._finish()
+        for on_ready in list(self._on_ready_by_stream.values()):
+            on_ready()
 
 
 __all__ = ["Copier", "CopyCancelledError", "CopyJob"]

@@ -27,7 +27,7 @@ import numpy as np
 
 from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion
-from moonpool.native import Kernels
+from moonpool.native import Kernels, RangeError
 from moonpool.transport.base import (
     Int64Array,
     KvPeer,
@@ -46,7 +46,7 @@ from moonpool.wire import kv_read
 WINDOW_BYTES = 32 << 20
 
 #: With less than this under way, the source might run out of work: ask for what waits.
-LOW_WATER_BYTES = 2 << 20
+LOW_WATER_BYTES = 1 << 20
 
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 
@@ -157,10 +157,12 @@ class GrpcPeer:
         self._call = call
         self._pool = pool
         self._copier = copier
+        self._stream = copier.stream(pool, self._on_ready)
         self._grant_bytes = window_bytes // 2
         self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
-        #: Reads that were asked for, in the order of their bytes; abandoned ones too.
+        #: Reads that were asked for and are not done, in the order of their bytes; abandoned ones too.
         self._pending: deque[IncomingRead] = deque()
         #: Reads that were not asked for yet, in order, with their spans.
         self._waiting: dict[IncomingRead, Int64Array] = {}
@@ -169,8 +171,11 @@ class GrpcPeer:
         #: Something may have to be sent.
         self._wake = asyncio.Event()
         self._num_under_way = 0
-        self._num_consumed = 0
+        self._num_done = 0
+        #: Bytes of credit that were given back since the stream was opened.
+        self._num_granted = 0
         self._lost: TransferError | None = None
+        self._stream.ring_at(self._grant_bytes)
 
     @property
     def region(self) -> KvRegion:
@@ -188,26 +193,45 @@ class GrpcPeer:
         started = time.monotonic()
         if self._lost is not None:
             raise _again(self._lost)
-        incoming = IncomingRead(read, self._pool, self._copier, self._on_consumed)
-        self._reads.add(incoming)
         try:
-            if incoming.num_bytes:
-                self._waiting[incoming] = read.spans
-                self._wake.set()
-            else:
-                incoming.accept(np.empty(0, np.uint8))
-            async with asyncio.timeout(timeout_s):
-                await incoming.done
-        except TimeoutError:
-            raise read_timed_out(self._region.worker, timeout_s) from None
+            planned = self._stream.plan(read.spans, read.checks)
+        except RangeError as error:
+            raise TransferError(
+                f"the target is out of bounds: {error}", code="kv_out_of_bounds"
+            ) from error
+        if not planned.num_bytes:
+            return await self._check_only(read, started)
+        incoming = IncomingRead(planned, self._loop)
+        too_late = self._loop.call_later(timeout_s, self._too_late, incoming, timeout_s)
+        self._reads.add(incoming)
+        self._waiting[incoming] = read.spans
+        self._wake.set()
+        try:
+            await incoming.done
         finally:
-            self._reads.discard(incoming)
+            too_late.cancel()
             self._waiting.pop(incoming, None)
-            await incoming.settle()
-        bad = incoming.bad_checks
+            try:
+                await incoming.settle()
+            finally:
+                self._reads.discard(incoming)
+        bad = planned.bad_checks()
         return ReadResult(
-            num_bytes=incoming.num_bytes,
-            bad_leaves=tuple(sorted(read.order[bad].tolist())),
+            num_bytes=planned.num_bytes,
+            bad_leaves=() if bad is None else tuple(sorted(read.order[bad].tolist())),
+            elapsed_s=time.monotonic() - started,
+        )
+
+    def _too_late(self, incoming: IncomingRead, timeout_s: float) -> None:
+        incoming.fail(read_timed_out(self._region.worker, timeout_s))
+
+    async def _check_only(self, read: KvRead, started: float) -> ReadResult:
+        """A read without bytes: its leaves are here already."""
+        route = self._copier.route(self._pool.bytes, self._pool)
+        is_bad = await self._copier.submit(route, read.spans[:0], read.checks).wait()
+        return ReadResult(
+            num_bytes=0,
+            bad_leaves=read.bad_leaves(is_bad),
             elapsed_s=time.monotonic() - started,
         )
 
@@ -217,6 +241,9 @@ class GrpcPeer:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for incoming in list(self._pending):
+            await incoming.settle()
+        self._copier.forget(self._stream)
         self._on_closed(self)
         self._call.cancel()
         await self._channel.close()
@@ -226,19 +253,32 @@ class GrpcPeer:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                if self._num_consumed >= self._grant_bytes:
-                    credit, self._num_consumed = self._num_consumed, 0
-                    await self._call.write(kv_read.encode(kv_read.GrantCredit(credit_bytes=credit)))
+                await self._grant()
                 if self._waiting and self._num_under_way < LOW_WATER_BYTES:
-                    spans = np.concatenate(list(self._waiting.values()))
-                    self._num_under_way += int(spans[:, 2].sum())
-                    self._pending.extend(self._waiting)
-                    self._waiting.clear()
-                    for request in kv_read.requests_for(spans):
-                        await self._call.write(kv_read.encode(request))
+                    await self._ask()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The stream has ended; the receiving task sees why.
             return
+
+    async def _grant(self) -> None:
+        """Give back the credit of what was consumed, once it is worth a message."""
+        credit = self._stream.ring_at(self._num_granted + self._grant_bytes) - self._num_granted
+        if credit < self._grant_bytes:
+            return
+        self._num_granted += credit
+        self._stream.ring_at(self._num_granted + self._grant_bytes)
+        await self._call.write(kv_read.encode(kv_read.GrantCredit(credit_bytes=credit)))
+
+    async def _ask(self) -> None:
+        """Ask for all that waits."""
+        spans = np.concatenate(list(self._waiting.values()))
+        for incoming in self._waiting:
+            self._stream.expect(incoming.planned)
+            self._num_under_way += incoming.planned.num_bytes
+        self._pending.extend(self._waiting)
+        self._waiting.clear()
+        for request in kv_read.requests_for(spans):
+            await self._call.write(kv_read.encode(request))
 
     async def _receive(self) -> None:
         try:
@@ -248,29 +288,26 @@ class GrpcPeer:
                     code, details = await self._call.code(), await self._call.details()
                     self._lose(peer_lost(f"{self._region.worker}: {code.name}: {details}"))
                     return
-                if not message or not self._distribute(message):
+                if not 0 < len(message) <= self._num_under_way:
                     self._lose(peer_lost(f"{self._region.worker} sent what was not asked for"))
                     return
+                self._num_under_way -= len(message)
+                self._stream.feed(message)
+                if self._waiting and self._num_under_way < LOW_WATER_BYTES:
+                    self._wake.set()
         except grpc.aio.AioRpcError as error:
             self._lose(_transfer_error(self._region, error))
 
-    def _distribute(self, message: bytes) -> bool:
-        """Give each pending read its part, in order; False if there is more than was asked for."""
-        self._num_under_way -= len(message)
-        if self._waiting and self._num_under_way < LOW_WATER_BYTES:
-            self._wake.set()
-        rest = np.frombuffer(message, np.uint8)
-        while len(rest) and self._pending:
-            incoming = self._pending[0]
-            part, rest = rest[: incoming.num_missing], rest[incoming.num_missing :]
-            incoming.accept(part)
-            if not incoming.num_missing:
-                self._pending.popleft()
-        return not len(rest)
-
-    def _on_consumed(self, num_bytes: int) -> None:
-        self._num_consumed += num_bytes
-        if self._num_consumed >= self._grant_bytes:
+    def _on_ready(self) -> None:
+        """The copy thread has news: reads are done, credit may be given back, a read may be quiet."""
+        num_done = self._stream.num_done()
+        while self._num_done < num_done:
+            self._num_done += 1
+            self._pending.popleft().complete()
+        for incoming in self._reads:
+            incoming.look()
+        limit = self._num_granted + self._grant_bytes
+        if self._stream.ring_at(limit) >= limit:
             self._wake.set()
 
     def _lose(self, error: TransferError) -> None:

@@ -19,18 +19,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
 from moonpool.errors import FailedPreconditionError
 from moonpool.ids import WorkerKey
-from moonpool.transport.base import ByteArray, Int64Array
+from moonpool.native import Gathering, Kernels, RangeError
+from moonpool.transport.base import ByteArray
 from moonpool.wire import kv_read
 from moonpool.wire.fields import InvalidMessageError
 
-#: 512 KiB to 1 MiB is where gRPC moves most bytes per second; larger messages are slower.
-MESSAGE_BYTES = 1 << 20
+#: Smaller messages cost more of Python, larger ones more of memory: their buffers are new pages each time.
+MESSAGE_BYTES = 512 << 10
 #: A stream must say whom it means within this time.
 OPEN_TIMEOUT_S = 5.0
 
@@ -39,18 +40,15 @@ OPEN_TIMEOUT_S = 5.0
 PoolOf = Callable[[WorkerKey], ByteArray]
 
 
-def kv_read_handler(pool_of: PoolOf) -> grpc.GenericRpcHandler:
+def kv_read_handler(pool_of: PoolOf, kernels: Kernels) -> grpc.GenericRpcHandler:
     """The handler to add to a grpc.aio server, raw bytes both ways."""
 
-    async def read(
-        requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    async def read(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
-            async for message in _serve(requests, pool_of):
-                yield message
+            await _serve(requests, context.write, pool_of, kernels)
         except FailedPreconditionError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
-        except _OutOfRangeError as error:
+        except RangeError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except InvalidMessageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
@@ -62,44 +60,17 @@ def kv_read_handler(pool_of: PoolOf) -> grpc.GenericRpcHandler:
     )
 
 
-class _OutOfRangeError(Exception):
-    """A span is outside of the pool."""
-
-
-class _Outgoing:
-    """The rest of one read's bytes."""
-
-    def __init__(self, pool: ByteArray, spans: Int64Array) -> None:
-        ends = spans.sum(axis=1)
-        if spans.min() < 0 or ends.max() > pool.size:
-            raise _OutOfRangeError(f"spans end at byte {ends.max()} of a pool of {pool.size}")
-        self._bytes: memoryview = pool.data
-        self._spans = spans.tolist()
-        self._row = 0
-        self._at = 0
-        self.num_left = int(spans[:, 1].sum())
-
-    def take(self, num_bytes: int) -> bytes:
-        """The next `num_bytes`, which is at most `num_left`."""
-        self.num_left -= num_bytes
-        pieces: list[memoryview] = []
-        while num_bytes:
-            offset, length = self._spans[self._row]
-            count = min(length - self._at, num_bytes)
-            pieces.append(self._bytes[offset + self._at : offset + self._at + count])
-            num_bytes -= count
-            self._at += count
-            if self._at == length:
-                self._row, self._at = self._row + 1, 0
-        return b"".join(pieces)
-
-
 def _next_message_bytes(num_left: int) -> int:
     """Messages of nearly the same size: a small last one would cost as much as a large one."""
     return -(-num_left // -(-num_left // MESSAGE_BYTES))
 
 
-async def _serve(requests: AsyncIterator[bytes], pool_of: PoolOf) -> AsyncIterator[bytes]:
+async def _serve(
+    requests: AsyncIterator[bytes],
+    write: Callable[[bytes], Awaitable[None]],
+    pool_of: PoolOf,
+    kernels: Kernels,
+) -> None:
     async with asyncio.timeout(OPEN_TIMEOUT_S):
         first = await anext(requests, None)
     opened = None if first is None else kv_read.decode(first)
@@ -107,12 +78,12 @@ async def _serve(requests: AsyncIterator[bytes], pool_of: PoolOf) -> AsyncIterat
         raise InvalidMessageError("the first message of a read stream is ReadOpen")
     pool = pool_of(opened.source)
     credit = opened.credit_bytes
-    reads: deque[_Outgoing] = deque()
-    yield b""
+    reads: deque[Gathering] = deque()
+    await write(b"")
     while True:
         while reads and credit >= (count := _next_message_bytes(reads[0].num_left)):
-            yield reads[0].take(count)
             credit -= count
+            await write(reads[0].take(count))
             if not reads[0].num_left:
                 reads.popleft()
         request = await anext(requests, None)
@@ -120,7 +91,7 @@ async def _serve(requests: AsyncIterator[bytes], pool_of: PoolOf) -> AsyncIterat
             return
         match kv_read.decode(request):
             case kv_read.ReadSpans(spans=spans):
-                reads.append(_Outgoing(pool, spans))
+                reads.append(kernels.gather(pool, spans))
             case kv_read.GrantCredit(credit_bytes=more):
                 credit += more
             case kv_read.OpenRead():

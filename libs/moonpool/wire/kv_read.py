@@ -24,10 +24,8 @@ METHOD = f"/{SERVICE}/Read"
 
 #: Most spans of one message; more are sent in several.
 MAX_SPANS = 1 << 17
-#: Longer spans are cut; the bytes and their order do not change.
-_MAX_SPAN_BYTES = 1 << 30
 _MAX_CREDIT_BYTES = 1 << 40
-_MAX_OFFSET = 1 << 62
+_PAIR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,10 @@ class OpenRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadSpans:
-    """int64[n, 2] of (offset, length) in the source's pool; 1 to MAX_SPANS of them, none empty."""
+    """int64[n, 2] of (offset, length) in the source's pool; 1 to MAX_SPANS of them, none empty.
+
+    As it was decoded it holds any numbers.
+    """
 
     spans: Int64Array
 
@@ -64,21 +65,22 @@ def encode(message: ReadMessage) -> bytes:
             )
             return pb.ReadRequest(open=opened).SerializeToString()
         case ReadSpans():
-            offsets, lengths = message.spans.T.tolist()
-            columns = pb.ReadSpans(offsets=offsets, lengths=lengths)
-            return pb.ReadRequest(spans=columns).SerializeToString()
+            spans = pb.ReadSpans(pairs=message.spans.astype("<i8", copy=False).tobytes())
+            return pb.ReadRequest(spans=spans).SerializeToString()
         case GrantCredit():
             return pb.ReadRequest(credit_bytes=message.credit_bytes).SerializeToString()
 
 
 def requests_for(spans: Int64Array) -> list[ReadSpans]:
     """The messages that ask for int64[n, 3] of (offset, anything, length); empty spans are left out."""
-    wanted = _cut(spans[spans[:, 2] > 0][:, ::2])
+    wanted = spans[:, ::2]
+    if not wanted[:, 1].all():
+        wanted = wanted[wanted[:, 1] > 0]
     return [ReadSpans(spans=wanted[at : at + MAX_SPANS]) for at in range(0, len(wanted), MAX_SPANS)]
 
 
 def decode(data: bytes) -> ReadMessage:
-    """Parse a ReadRequest. Spans may still lie outside of the pool: that is its owner's to check.
+    """Parse a ReadRequest. Spans may still be anything: that is the pool's owner's to check.
 
     Raises:
         InvalidMessageError: Not a ReadRequest, or a field that no reader means.
@@ -94,13 +96,11 @@ def decode(data: bytes) -> ReadMessage:
                 credit_bytes=_credit(message.open.credit_bytes, "open.credit_bytes"),
             )
         case "spans":
-            offsets, lengths = message.spans.offsets, message.spans.lengths
-            if len(offsets) != len(lengths):
-                raise invalid("spans.lengths", f"has {len(lengths)} values, not {len(offsets)}")
-            between(len(offsets), "spans.offsets", low=1, high=MAX_SPANS)
-            between(max(offsets), "spans.offsets", low=0, high=_MAX_OFFSET)
-            between(min(lengths), "spans.lengths", low=1, high=_MAX_SPAN_BYTES)
-            return ReadSpans(spans=np.array([offsets, lengths], np.int64).T)
+            pairs = message.spans.pairs
+            if len(pairs) % _PAIR_BYTES:
+                raise invalid("spans.pairs", f"has {len(pairs)} bytes, not whole pairs")
+            between(len(pairs) // _PAIR_BYTES, "spans.pairs", low=1, high=MAX_SPANS)
+            return ReadSpans(spans=np.frombuffer(pairs, "<i8").reshape(-1, 2))
         case "credit_bytes":
             return GrantCredit(credit_bytes=_credit(message.credit_bytes, "credit_bytes"))
         case _:
@@ -109,14 +109,3 @@ def decode(data: bytes) -> ReadMessage:
 
 def _credit(value: int, path: str) -> int:
     return between(value, path, low=1, high=_MAX_CREDIT_BYTES)
-
-
-def _cut(spans: Int64Array) -> Int64Array:
-    if not len(spans) or int(spans[:, 1].max()) <= _MAX_SPAN_BYTES:
-        return spans
-    pieces = [
-        (offset + at, min(_MAX_SPAN_BYTES, length - at))
-        for offset, length in spans.tolist()
-        for at in range(0, length, _MAX_SPAN_BYTES)
-    ]
-    return np.array(pieces, np.int64)

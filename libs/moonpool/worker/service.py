@@ -310,7 +310,7 @@ class WorkerService:
                 raise FailedPreconditionError(f"This is {key}, not {worker}.")
             return memory.pool.bytes
 
-        server.add_generic([kv_read_handler(pool_of)])
+        server.add_generic([kv_read_handler(pool_of, kernels())])
         return server
 
     async def _listen_http(self, life: Life) -> ReadyFacts:

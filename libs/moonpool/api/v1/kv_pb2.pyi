@@ -112,12 +112,10 @@ class ReadOpen(_message.Message):
     def __init__(self, source: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
 
 class ReadSpans(_message.Message):
-    __slots__ = ("offsets", "lengths")
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    LENGTHS_FIELD_NUMBER: _ClassVar[int]
-    offsets: _containers.RepeatedScalarFieldContainer[int]
-    lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("pairs",)
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    pairs: bytes
+    def __init__(self, pairs: _Optional[bytes] = ...) -> None: ...
 
 class RawBytes(_message.Message):
     __slots__ = ()

@@ -5,7 +5,8 @@
  * Life of a job (its memory is the submitter's, and stays so):
  *   QUEUED   mp_queue_submit; pointers must stay valid from here until it has finished
  *   RUNNING  the thread took it | CANCELLED  mp_job_cancel came first: it never runs
- *   finished: counted in mp_queue_finished, in order of submission, and the eventfd rings
+ *   finished: counted in mp_queue_finished, in order of submission, and the eventfd rings; for a
+ *            stream's bytes only if that ends a read, or the loop asked to be told (mp_stream.ring_at)
  *
  * mp_queue_close cancels what is queued, waits for what runs, and counts all of it as finished.
  */
@@ -14,7 +15,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 
 enum { QUEUED = 0, RUNNING = 1, CANCELLED = 2 };
@@ -22,8 +22,7 @@ enum { QUEUED = 0, RUNNING = 1, CANCELLED = 2 };
 typedef struct mp_job {
     const uint8_t *source;
     int64_t source_bytes;
-    const mp_stream *stream; /* if set, `source` is the stream's bytes from `begin` on */
-    int64_t begin;
+    mp_stream *stream; /* if set, `source` is the stream's next bytes, and what follows is not used */
     uint8_t *target;
     int64_t target_bytes;
     const int64_t *spans;
@@ -49,20 +48,67 @@ typedef struct {
     _Atomic int is_rung;
 } mp_queue;
 
-static void run_job(mp_job *job)
+static mp_read *first_read(mp_queue *queue, const mp_stream *stream)
+{
+    pthread_mutex_lock(&queue->lock);
+    mp_read *read = stream->first;
+    pthread_mutex_unlock(&queue->lock);
+    return read;
+}
+
+static void read_is_done(mp_queue *queue, mp_stream *stream)
+{
+    pthread_mutex_lock(&queue->lock);
+    stream->first = stream->first->next;
+    if (stream->first == NULL)
+        stream->last = NULL;
+    pthread_mutex_unlock(&queue->lock);
+    /* The read may be freed as soon as this is seen. */
+    atomic_fetch_add(&stream->num_done, 1);
+}
+
+/* Give each expected read its part of a message. Returns 1 if the loop has something to do about it. */
+static int distribute(mp_queue *queue, mp_job *job)
+{
+    mp_stream *stream = job->stream;
+    const uint8_t *source = job->source;
+    int64_t left = job->source_bytes;
+    int is_news = 0;
+    while (left > 0) {
+        mp_read *read = first_read(queue, stream);
+        if (read == NULL) {
+            job->result = (mp_result){MP_SPAN_OUT_OF_BOUNDS, 0, 0};
+            break;
+        }
+        const int64_t missing = read->num_bytes - read->at;
+        const int64_t count = missing < left ? missing : left;
+        is_news |= mp_read_take(stream, read, source, count);
+        source += count;
+        left -= count;
+        if (count == missing) {
+            read_is_done(queue, stream);
+            is_news = 1;
+        }
+    }
+    const int64_t consumed =
+        atomic_fetch_add(&stream->num_consumed, job->source_bytes) + job->source_bytes;
+    return is_news || consumed >= atomic_load(&stream->ring_at);
+}
+
+/* Returns 1 if the loop is to be told at once. */
+static int run_job(mp_queue *queue, mp_job *job)
 {
     int64_t expected = QUEUED;
     if (!atomic_compare_exchange_strong(&job->state, &expected, RUNNING)) {
         job->result = (mp_result){MP_CLOSED, 0, 0};
-        return;
+        return 1;
     }
-    if (job->stream != NULL) {
-        mp_scatter_verify(job->stream, job->source, job->source_bytes, job->begin, &job->result);
-        return;
-    }
+    if (job->stream != NULL)
+        return distribute(queue, job);
     mp_copy_verify(job->source, job->source_bytes, job->target, job->target_bytes, job->spans,
                    job->num_spans, job->geometry, job->leaves, job->num_leaves, job->is_bad,
                    &job->result);
+    return 1;
 }
 
 static void *work(void *argument)
@@ -83,10 +129,10 @@ static void *work(void *argument)
             atomic_compare_exchange_strong(&job->state, &expected, CANCELLED);
         }
         pthread_mutex_unlock(&queue->lock);
-        run_job(job);
+        const int is_news = run_job(queue, job);
         /* The job may be freed as soon as this is seen. */
         atomic_fetch_add(&queue->finished, 1);
-        if (!atomic_exchange(&queue->is_rung, 1))
+        if (is_news && !atomic_exchange(&queue->is_rung, 1))
             mp_ring(queue->eventfd);
         pthread_mutex_lock(&queue->lock);
     }
@@ -133,6 +179,35 @@ MP_EXPORT void mp_queue_submit(void *handle, mp_job *job)
     queue->last = job;
     pthread_mutex_unlock(&queue->lock);
     pthread_cond_signal(&queue->wake);
+}
+
+/* The stream's next read; no byte of it has come yet. Planned, and not expected before. */
+MP_EXPORT void mp_stream_expect(void *handle, mp_stream *stream, mp_read *read)
+{
+    mp_queue *queue = handle;
+    read->next = NULL;
+    pthread_mutex_lock(&queue->lock);
+    if (stream->last != NULL)
+        stream->last->next = read;
+    else
+        stream->first = read;
+    stream->last = read;
+    pthread_mutex_unlock(&queue->lock);
+}
+
+/*
+ * Queue the stream's next bytes, which stay the caller's; not more than its expected reads lack. Returns
+ * what mp_queue_finished does, but the eventfd may still ring for it.
+ */
+MP_EXPORT uint64_t mp_stream_feed(void *handle, mp_stream *stream, mp_job *job,
+                                  const uint8_t *message, int64_t num_bytes)
+{
+    mp_queue *queue = handle;
+    job->source = message;
+    job->source_bytes = num_bytes;
+    job->stream = stream;
+    mp_queue_submit(queue, job);
+    return atomic_load(&queue->finished);
 }
 
 /* 1 if the job will not write a byte; 0 if it runs or has finished. */

@@ -160,8 +160,7 @@ void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8_t *target
         const int64_t length = i < 0 ? 0 : spans[3 * i + 2];
         int64_t done = 0;
         while (leaf < num_leaves && (num_spans == 0 || leaves[leaf].after_span == i)) {
-            const int64_t leaf_end = mp_leaf_offset(g, leaves[leaf].block, leaves[leaf].layer) +
-                                     (g->num_planes - 1) * g->plane_stride + g->plane_bytes;
+            const int64_t leaf_end = mp_leaf_end(g, leaves[leaf].block, leaves[leaf].layer);
             const int64_t upto = leaf_end - to < length ? leaf_end - to : length;
             if (upto > done) {
                 memcpy(target + to + done, source + from + done, (size_t)(upto - done));

@@ -1,95 +1,144 @@
 /*
- * A read whose bytes come as a stream: the bytes of its spans, one after another, in parts of any size.
+ * Reads whose bytes come as a stream: those of the first read's spans, one after another, then those of
+ * the second's, in messages of any size.
  *
- *   stream    |---- span 0 ----|-- span 1 --|------- span 2 -------|
- *   parts     |....... part .......|........ part ........|........|
- *   leaves                      ^done_at        ^done_at           ^done_at
+ *   stream    |------------- read 0 -------------|------------ read 1 ------------|
+ *   spans     |---- span 0 ----|---- span 1 -----|-- span 0 --|------ span 1 -----|
+ *   messages  |....... message .......|........ message ........|.................|
+ *   leaves                     ^done_at          ^done_at                         ^done_at
  *
- * Each part is copied to where its spans lie in the pool, and each leaf is checked when the part that
- * brings its last byte has been copied that far, while it is in the cache. Parts of one stream are given
- * in order by one thread; nothing is remembered between them.
+ * Each message is copied to where its spans lie in the pool, and each leaf is checked when its last byte
+ * has been copied, while it is in the cache. A read's bounds are checked once, before it is expected.
+ *
+ * Life of a read (its memory is the caller's)
+ *   planned    mp_read_plan: bounds checked, starts and done_at filled in
+ *   expected   mp_stream_expect, in the order in which the bytes will come
+ *   done       all its bytes have come, and were written or thrown away; counted in num_done, and not
+ *              touched any more
+ * mp_read_abandon may come at any time: what has not been written by then is thrown away.
  */
 #include "moonpool_native.h"
 
 #include <string.h>
 
-/* The first of `values` that is greater than `key`. */
-static int64_t upper_bound(const int64_t *values, int64_t count, int64_t key)
+enum { WRITING = 1, ABANDONED = 2 };
+
+static int fail(mp_result *result, int64_t status, int64_t index)
 {
-    int64_t low = 0;
-    while (low < count) {
-        const int64_t middle = low + (count - low) / 2;
-        if (values[middle] > key)
-            count = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
+    *result = (mp_result){status, index, 0};
+    return 0;
 }
 
-static int check(const mp_stream *s, int64_t first_leaf, int64_t first_span, int64_t end,
-                 mp_result *result)
+static int check(const mp_read *read, const mp_geometry *g, int64_t target_bytes, mp_result *result)
 {
-    const mp_geometry *g = s->geometry;
     *result = (mp_result){MP_OK, 0, 0};
-    for (int64_t i = first_span; i < s->num_spans && s->starts[i] < end; i++) {
-        const int64_t to = s->spans[3 * i + 1], length = s->spans[3 * i + 2];
-        if (to < 0 || length < 0 || length > s->target_bytes || to > s->target_bytes - length) {
-            *result = (mp_result){MP_SPAN_OUT_OF_BOUNDS, i, 0};
-            return 0;
-        }
+    for (int64_t i = 0; i < read->num_spans; i++) {
+        const int64_t to = read->spans[3 * i + 1], length = read->spans[3 * i + 2];
+        if (to < 0 || length < 0 || length > target_bytes || to > target_bytes - length)
+            return fail(result, MP_SPAN_OUT_OF_BOUNDS, i);
     }
-    if (s->num_leaves > 0 && (!mp_geometry_is_valid(g) || g->region_bytes > s->target_bytes)) {
-        *result = (mp_result){MP_BAD_GEOMETRY, 0, 0};
-        return 0;
-    }
-    for (int64_t i = first_leaf; i < s->num_leaves && s->done_at[i] <= end; i++) {
-        if (s->leaves[i].block < 0 || s->leaves[i].block >= g->num_blocks) {
-            *result = (mp_result){MP_BLOCK_OUT_OF_BOUNDS, i, 0};
-            return 0;
-        }
-        if (s->leaves[i].layer < 0 || s->leaves[i].layer >= g->num_layers) {
-            *result = (mp_result){MP_LAYER_OUT_OF_BOUNDS, i, 0};
-            return 0;
-        }
+    if (read->num_leaves > 0 && (!mp_geometry_is_valid(g) || g->region_bytes > target_bytes))
+        return fail(result, MP_BAD_GEOMETRY, 0);
+    for (int64_t i = 0; i < read->num_leaves; i++) {
+        if (read->leaves[i].block < 0 || read->leaves[i].block >= g->num_blocks)
+            return fail(result, MP_BLOCK_OUT_OF_BOUNDS, i);
+        if (read->leaves[i].layer < 0 || read->leaves[i].layer >= g->num_layers)
+            return fail(result, MP_LAYER_OUT_OF_BOUNDS, i);
+        if (read->leaves[i].after_span >= read->num_spans)
+            return fail(result, MP_LEAF_ORDER, i);
     }
     return 1;
 }
 
-/* `source` holds bytes [begin, begin + source_bytes) of the stream. */
-void mp_scatter_verify(const mp_stream *s, const uint8_t *source, int64_t source_bytes,
-                       int64_t begin, mp_result *result)
+/*
+ * Check bounds, and fill in starts[num_spans], done_at[num_leaves] and num_bytes. Returns 1 if done_at
+ * ascends; if it does not, the caller sorts leaves and done_at by it before the read is expected.
+ */
+MP_EXPORT int64_t mp_read_plan(mp_read *read, const mp_geometry *g, int64_t target_bytes,
+                               mp_result *result)
+{
+    if (!check(read, g, target_bytes, result))
+        return 0;
+    int64_t end = 0;
+    for (int64_t i = 0; i < read->num_spans; i++) {
+        read->starts[i] = end;
+        end += read->spans[3 * i + 2];
+    }
+    read->num_bytes = end;
+    int64_t previous = 0, is_sorted = 1;
+    for (int64_t i = 0; i < read->num_leaves; i++) {
+        const mp_leaf *leaf = &read->leaves[i];
+        int64_t done_at = 0;
+        if (leaf->after_span >= 0) {
+            const int64_t *span = &read->spans[3 * leaf->after_span];
+            const int64_t within = mp_leaf_end(g, leaf->block, leaf->layer) - span[1];
+            done_at = read->starts[leaf->after_span] +
+                      (within < 0 ? 0 : within < span[2] ? within : span[2]);
+        }
+        read->done_at[i] = done_at;
+        is_sorted &= done_at >= previous;
+        previous = done_at;
+    }
+    return is_sorted;
+}
+
+/* The read's next `count` bytes. */
+static void scatter(const mp_stream *s, mp_read *read, const uint8_t *source, int64_t count)
 {
     const mp_geometry *g = s->geometry;
-    const int64_t end = begin + source_bytes;
-    int64_t leaf = begin == 0 ? 0 : upper_bound(s->done_at, s->num_leaves, begin);
-    int64_t span = upper_bound(s->starts, s->num_spans, begin) - 1;
-    if (span < 0)
-        span = 0;
-    if (!check(s, leaf, span, end, result))
-        return;
-    int64_t at = begin;
+    const int64_t end = read->at + count;
     for (;;) {
-        const int has_leaf = leaf < s->num_leaves && s->done_at[leaf] <= end;
-        const int64_t stop = has_leaf ? s->done_at[leaf] : end;
-        while (at < stop && span < s->num_spans) {
-            const int64_t within = at - s->starts[span], length = s->spans[3 * span + 2];
-            const int64_t left = length - within, wanted = stop - at;
-            const int64_t count = left < wanted ? left : wanted;
-            memcpy(s->target + s->spans[3 * span + 1] + within, source + (at - begin),
-                   (size_t)count);
-            at += count;
-            if (count == left)
-                span++;
+        const int has_leaf = read->leaf < read->num_leaves && read->done_at[read->leaf] <= end;
+        const int64_t stop = has_leaf ? read->done_at[read->leaf] : end;
+        while (read->at < stop) {
+            const int64_t *span = &read->spans[3 * read->span];
+            const int64_t within = read->at - read->starts[read->span];
+            const int64_t left = span[2] - within, wanted = stop - read->at;
+            const int64_t part = left < wanted ? left : wanted;
+            memcpy(s->target + span[1] + within, source, (size_t)part);
+            source += part;
+            read->at += part;
+            read->span += part == left;
         }
         if (!has_leaf)
             return;
+        const mp_leaf *leaf = &read->leaves[read->leaf];
         const uint64_t digest =
-            mp_leaf_digest(s->target + mp_leaf_offset(g, s->leaves[leaf].block,
-                                                      s->leaves[leaf].layer),
-                           g->plane_bytes, g->plane_stride, g->num_planes);
-        s->is_bad[leaf] = digest != s->leaves[leaf].expected;
-        result->num_bad += s->is_bad[leaf];
-        leaf++;
+            mp_leaf_digest(s->target + mp_leaf_offset(g, leaf->block, leaf->layer), g->plane_bytes,
+                           g->plane_stride, g->num_planes);
+        const uint8_t is_bad = digest != leaf->expected;
+        read->is_bad[read->leaf++] = is_bad;
+        read->num_bad += is_bad;
     }
+}
+
+/* By the copy thread. Returns 1 if somebody may wait for the end of this. */
+int mp_read_take(const mp_stream *s, mp_read *read, const uint8_t *source, int64_t count)
+{
+    int64_t expected = 0;
+    if (!atomic_compare_exchange_strong(&read->state, &expected, WRITING)) {
+        read->at += count;
+        return 0;
+    }
+    scatter(s, read, source, count);
+    return (atomic_fetch_and(&read->state, ~(int64_t)WRITING) & ABANDONED) != 0;
+}
+
+/*
+ * 1 if no byte of the read will be written any more; 0 if one is being written now: then the eventfd
+ * rings when that is over, and this is to be called again.
+ */
+MP_EXPORT int64_t mp_read_abandon(mp_read *read)
+{
+    return !(atomic_fetch_or(&read->state, ABANDONED) & WRITING);
+}
+
+/* How many of the reads expected are done; their memory is the caller's again. */
+MP_EXPORT int64_t mp_stream_num_done(mp_stream *stream) { return atomic_load(&stream->num_done); }
+
+/* Ring once so many bytes are consumed; returns how many were until now. */
+MP_EXPORT int64_t mp_stream_ring_at(mp_stream *stream, int64_t num_bytes)
+{
+    atomic_store(&stream->ring_at, num_bytes);
+    return atomic_load(&stream->num_consumed);
 }
