@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -36,20 +37,20 @@ class NatsServer:
 
     def reserve_port(self) -> str:
         """The URL that a later `start` will listen on: for a client that comes first."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self._port = listener.getsockname()[1]
+        self._port = _free_port()
         return self.url
 
     def start(self) -> str:
         assert self._process is None, "already running"
+        if not self._port:
+            self.reserve_port()
         ports_dir = self._run_dir / f"ports-{time.monotonic_ns()}"
         ports_dir.mkdir()
         self._process = subprocess.Popen(
             [
                 str(nats_server_path()),
                 *("-a", "127.0.0.1"),
-                *("-p", str(self._port or -1)),
+                *("-p", str(self._port)),
                 *("--ports_file_dir", str(ports_dir)),
             ],
             stdin=subprocess.DEVNULL,
@@ -82,6 +83,16 @@ class NatsServer:
                 return port
             time.sleep(0.002)
         raise AssertionError("nats-server does not listen")
+
+
+def _free_port() -> int:
+    """Below the ports that the system gives to clients: nobody takes it while the broker is away."""
+    rng = random.SystemRandom()
+    while True:
+        port = rng.randrange(12_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
