@@ -152,7 +152,14 @@ class Asker:
 
     async def read(self, answer: Answer, num_tokens: int, max_tokens: int) -> None:
         """Ask, and read into `answer` as it comes; being cancelled ends the request."""
-        prompt = tuple(self._rng.randrange(FIRST_TOKEN_ID, END_TOKEN_ID) for _ in range(num_tokens))
+        await self.read_prompt(answer, self.new_prompt(num_tokens), max_tokens)
+
+    def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """Random tokens, none of them special."""
+        return tuple(self._rng.randrange(FIRST_TOKEN_ID, END_TOKEN_ID) for _ in range(num_tokens))
+
+    async def read_prompt(self, answer: Answer, prompt: tuple[int, ...], max_tokens: int) -> None:
+        """The same for a prompt that the caller chose."""
         request = GenerationRequest(
             prompt=TokenPrompt(token_ids=prompt),
             options=SamplingOptions(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
