@@ -179,9 +179,9 @@ class World:
             self.asked += self.follower.tick(self.now)
             asked, self.asked = self.asked, []
             for ask in asked:
-                worker = self.worker(ask.key)
-                assert worker is not None, ask
-                self.follower.on_snapshot(ask.key, worker.published.snapshot(), self.now)
+                asked_worker = self.worker(ask.key)
+                assert asked_worker is not None, ask
+                self.follower.on_snapshot(ask.key, asked_worker.published.snapshot(), self.now)
             if self.follower.next_due() is None:
                 return
         raise AssertionError("questions without end")
