@@ -16,12 +16,16 @@ from moonpool.errors import FailedPreconditionError, TransferError
 from moonpool.ids import Incarnation
 from moonpool.kv.digest import canonical_bytes, leaf_digest
 from moonpool.kv.layout import KvLayout, plan
-from moonpool.kv.region import KvRegion
+from moonpool.kv.region import KvRegion, NixlAccess
+from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.native.fallback import FallbackKernels
 from moonpool.rpc.channel import make_channel
 from moonpool.transport.base import KvRead, LocalPool
 from moonpool.transport.grpc_reader import GrpcTransport
 from moonpool.transport.grpc_server import MESSAGE_BYTES
+from moonpool.transport.nixl import NixlTransport
+from moonpool.transport.nixl_agent import NixlUnusableError
+from moonpool.transport.nixl_source import NixlSource
 from moonpool.transport.select import TransportSelector
 from moonpool.transport.shm import ShmTransport
 from moonpool.wire import kv_read
@@ -422,6 +426,51 @@ async def test_the_choice_is_announced_with_its_reason() -> None:
                 await strict.connect(region, timeout_s=5)
         with pytest.raises(TransferError, match=r"shm: .*; grpc: "):
             await selector.connect(dataclasses.replace(elsewhere, grpc_address=""), timeout_s=5)
+
+
+async def test_nixl_that_cannot_start_says_why_and_is_passed_over() -> None:
+    pool = reader_pool()
+    unusable = NixlTransport(
+        pool=pool, agent="r@0", kernels=native.kernels(), ucx={"TLS": "nonsense"}
+    )
+    async with serve_kv() as source, unusable, make_transport("grpc", pool) as by_grpc:
+        assert unusable.unusable is not None
+        assert "does not start" in unusable.unusable
+        assert unusable.announce(source.region).nixl is None
+        chosen = await TransportSelector([unusable, by_grpc]).connect(source.region, timeout_s=5)
+        assert (chosen.choice.taken, chosen.choice.is_fallback) == ("grpc", True)
+        assert "does not start" in chosen.choice.reason
+        with pytest.raises(TransferError, match="does not start"):
+            await unusable.connect(source.region, timeout_s=5)
+
+
+async def test_a_peer_that_offers_no_nixl_is_read_otherwise() -> None:
+    pool = reader_pool()
+    async with (
+        serve_kv() as source,
+        make_transport("nixl", pool) as nixl,
+        make_transport("grpc", pool) as by_grpc,
+    ):
+        chosen = await TransportSelector([nixl, by_grpc]).connect(source.region, timeout_s=5)
+        assert chosen.choice.taken == "grpc"
+        assert "does not offer NIXL" in chosen.choice.reason
+        lying = dataclasses.replace(
+            source.region, nixl=NixlAccess(agent_metadata=b"not an agent", base_address=1 << 40)
+        )
+        with pytest.raises(TransferError) as caught:
+            await nixl.connect(lying, timeout_s=5)
+        assert caught.value.code == "kv_peer_lost"
+
+
+async def test_a_source_that_cannot_start_says_why() -> None:
+    memory = WorkerMemory.create(SMALL)
+    source = NixlSource(name="s@0", pool_fd=memory.pool.fd, ucx={"TLS": "nonsense"})
+    try:
+        with pytest.raises(NixlUnusableError, match="does not start"):
+            await source.start()
+    finally:
+        await source.stop()
+        memory.close()
 
 
 def test_the_kernels_under_test_are_the_compiled_ones_where_they_were_built() -> None:

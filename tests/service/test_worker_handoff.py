@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +11,13 @@ import pytest
 
 from moonpool.core.protocol import HandBackReason, HandedBack, TokensReady
 from moonpool.core.step import StepPlan
+from moonpool.errors import ConfigError
 from moonpool.handoff.messages import SourceRef
 from moonpool.ids import Incarnation, WorkerKey
 from moonpool.telemetry import names
 from moonpool.wire.spans import Span
 from support.eventually import eventually
+from support.processes import processes_called, wait_for_exit
 from support.requests import make_request
 from support.thread_engine import LayerGate, ThreadEngines
 from support.worker_pair import expected_answer, fake_workers, num_bytes_read
@@ -50,6 +54,45 @@ async def test_disaggregated_equals_alone(tmp_path: Path, transport: str) -> Non
             assert isinstance(early, TokensReady)
             assert list(early.run.token_ids) == expected_answer(request)[:1]
         assert num_bytes_read(decode, transport) == (1 + 1 + 1 + 2 + 4 + 19) * BLOCK_BYTES
+
+
+async def test_a_crash_of_nixl_is_not_the_workers(tmp_path: Path) -> None:
+    """What is being read is lost and computed; the next connection takes the next transport."""
+    before, during, after = (
+        make_request(f"r{n}", prompt=range(100 * n, 100 * n + 60), max_tokens=5) for n in (1, 2, 3)
+    )
+    async with fake_workers(tmp_path) as workers:
+        _, to_prefill = await workers.start("p0", "prefill", transports=("nixl", "grpc"))
+        decode, to_decode = await workers.start("d0", "decode", transports=("nixl", "grpc"))
+        for request, transport in ((before, "nixl"), (during, ""), (after, "grpc")):
+            to_prefill.prefill(request)
+            to_decode.decode(request, source=to_prefill.source)
+            assert await to_decode.answer(request) == expected_answer(request)
+            if transport:
+                assert num_bytes_read(decode, transport) == 4 * BLOCK_BYTES
+            if request is before:
+                (pid,) = processes_called("moonpool.transport.nixl_source", to_prefill.source.key)
+                os.kill(pid, signal.SIGKILL)
+                assert wait_for_exit(pid, timeout_s=5.0)
+
+
+async def test_a_worker_whose_transport_is_missing_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "nonsense")
+    async with fake_workers(tmp_path) as workers:
+        for settings in (
+            {"transports": ("nixl",)},
+            {"transports": ("nixl", "grpc"), "is_transport_strict": True},
+        ):
+            with pytest.raises(ExceptionGroup) as caught:
+                await workers.start("d0", "decode", **settings)
+            error: BaseException = caught.value
+            while isinstance(error, ExceptionGroup):
+                (error,) = error.exceptions
+            assert isinstance(error, ConfigError)
+            assert "nixl: NIXL does not start" in error.message
+        await workers.start("d0", "decode", transports=("nixl", "grpc"))
 
 
 async def test_layers_are_read_while_the_next_are_computed(tmp_path: Path) -> None:

@@ -34,3 +34,17 @@ def processes_with(variable: str, value: str) -> list[int]:
         if wanted in environment.split(b"\0"):
             found.append(int(entry.name))
     return found
+
+
+def processes_called(*words: object) -> list[int]:
+    """Living processes that have each of `words` as a word of their command line."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                command = Path(entry.path, "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if all(str(word).encode() in command for word in words):
+                found.append(int(entry.name))
+    return found

@@ -94,14 +94,15 @@ class NixlTransport:
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
     ) -> None:
         try:
             await self._close()
         finally:
-            await self._tasks.__aexit__(kind, error, traceback)
+            # It ends by itself now. What the caller has raised is not this group's.
+            await self._tasks.__aexit__(None, None, None)
 
     @property
     def unusable(self) -> str | None:
