@@ -36,7 +36,13 @@ def make_backend(form, pool: KvPool, memory: bytearray, group: int) -> Attention
 
 
 def run(
-    form, rows: list[tuple[int, int]], dtype: str = "float32", *, group: int = GROUP, dim: int = DIM
+    form,
+    rows: list[tuple[int, int]],
+    dtype: str = "float32",
+    *,
+    group: int = GROUP,
+    dim: int = DIM,
+    is_last_only: bool = False,
 ):
     """Rows of (start, tokens), decodes first; returns the backend's and the reference's results."""
     rng = np.random.Generator(np.random.PCG64(7))
@@ -76,7 +82,9 @@ def run(
             block_size=SIZE,
         )
     )
-    return attention.run(1, torch.cat(queries), torch.cat(owns)), torch.cat(expected)
+    found = attention.run(1, torch.cat(queries), torch.cat(owns), is_last_only=is_last_only)
+    wanted = np.array(qo[1:]) - 1 if is_last_only else slice(None)
+    return found[wanted], torch.cat(expected)[wanted]
 
 
 def reference(query: torch.Tensor, kv: torch.Tensor, start: int) -> torch.Tensor:
@@ -105,6 +113,12 @@ def reference(query: torch.Tensor, kv: torch.Tensor, start: int) -> torch.Tensor
 @forms
 def test_equals_softmax(form, rows) -> None:
     found, expected = run(form, rows)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+@forms
+def test_the_last_token_of_each_row_alone_gives_the_same(form) -> None:
+    found, expected = run(form, [(5, 1), (70, 1), (0, 17), (48, 16), (7, 2)], is_last_only=True)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 

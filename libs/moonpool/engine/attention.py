@@ -36,11 +36,13 @@ class AttentionBackend(Protocol):
         """Prepares for `run` on these tables; they hold for one step."""
         ...
 
-    def run(self, layer: int, query: Tensor, kv: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, kv: Tensor, *, is_last_only: bool = False) -> Tensor:
         """[tokens, heads * head_dim] for `query` [tokens, heads, head_dim].
 
         `kv` [tokens, 2, kv_heads, head_dim] are the step's own keys and values as the pool holds
-        them, in the query's dtype: a backend may use them instead of reading them back.
+        them, in the query's dtype: a backend may use them instead of reading them back. With
+        `is_last_only` a result is wanted for the last token of each row only, and the others are
+        undefined.
         """
         ...
 
@@ -97,7 +99,7 @@ class TorchPagedAttention:
             for row in range(pages.num_decode_rows, pages.num_rows)
         ]
 
-    def run(self, layer: int, query: Tensor, kv: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, kv: Tensor, *, is_last_only: bool = False) -> Tensor:
         out = query.new_empty(query.shape)
         for group in self._groups:
             if group.rows is None:
@@ -105,8 +107,8 @@ class TorchPagedAttention:
             else:
                 out[group.rows] = self._decode(layer, group, query[group.rows])
         for chunk in self._chunks:
-            own = slice(chunk.begin, chunk.end)
-            out[own] = self._prefill(layer, chunk, query[own], kv[own])
+            asking = slice(chunk.end - 1 if is_last_only else chunk.begin, chunk.end)
+            out[asking] = self._prefill(layer, chunk, query[asking], kv[chunk.begin : chunk.end])
         return out.view(len(query), -1)
 
     # -- decode --
@@ -166,10 +168,14 @@ class TorchPagedAttention:
         return _Chunk(begin=begin, end=end, start=start, prefix_index=prefix_index)
 
     def _prefill(self, layer: int, chunk: _Chunk, query: Tensor, kv: Tensor) -> Tensor:
-        """Attention to the chunk itself (causal) and to what lies before it (full), merged."""
+        """Attention to the chunk itself (causal) and to what lies before it (full), merged.
+
+        `query` is of all tokens of the chunk or of its last one, which sees them all.
+        """
         heads = query.transpose(0, 1)[None]
         keys, values = kv[:, 0].transpose(0, 1)[None], kv[:, 1].transpose(0, 1)[None]
-        attended, log_sum = _flash_attention(heads, keys, values, is_causal=True)
+        is_causal = len(query) == len(kv)
+        attended, log_sum = _flash_attention(heads, keys, values, is_causal=is_causal)
         if chunk.prefix_index is not None:
             keys, values = self._gather(layer, chunk.prefix_index, 1, chunk.start)
             before, log_sum_before = _flash_attention(

@@ -19,6 +19,7 @@ from moonpool.engine.kv_pool import TORCH_DTYPES
 from moonpool.engine.linear import Linear, has_native_bfloat16
 from moonpool.engine.model import LlamaLayer, LlamaModel
 from moonpool.engine.rope import RopeTable
+from moonpool.engine.row_math import RowMath
 from moonpool.errors import ModelError
 from moonpool.hub.model_config import ModelConfig
 from moonpool.hub.model_dir import ModelDir
@@ -70,6 +71,7 @@ def load_model(
         final_norm=final_norm,
         lm_head=Linear(head, None, dtype=compute_dtype, kernels=kernels),
         rope=RopeTable(config, num_positions or config.max_positions),
+        row_math=RowMath(eps=config.rms_norm_eps, dtype=compute_dtype, kernels=kernels),
     )
 
 

@@ -18,6 +18,7 @@ from moonpool.engine.attention import AttentionBackend
 from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.linear import Linear
 from moonpool.engine.rope import RopeTable, rotate_
+from moonpool.engine.row_math import RowMath
 from moonpool.hub.model_config import ModelConfig
 
 
@@ -48,6 +49,7 @@ class LlamaModel:
     final_norm: Tensor
     lm_head: Linear
     rope: RopeTable
+    row_math: RowMath
 
     def forward(
         self,
@@ -70,13 +72,13 @@ class LlamaModel:
         """
         config = self.config
         num_tokens = len(token_ids)
-        num_heads, eps = config.num_heads, config.rms_norm_eps
+        num_heads, math = config.num_heads, self.row_math
         num_rotated = num_heads + config.num_kv_heads
         cos, signed_sin = self.rope.at(positions, self.dtype)
         hidden = functional.embedding(token_ids, self.embedding).to(self.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            normed = _rms_norm(hidden, layer.attention_norm, eps)
+            normed = math.rms_norm(hidden, layer.attention_norm)
             qkv = layer.qkv(normed).view(num_tokens, -1, config.head_dim)
             rotate_(qkv[:, :num_rotated], cos, signed_sin)
             kv = qkv[:, num_heads:].reshape(num_tokens, 2, config.num_kv_heads, config.head_dim)
@@ -88,18 +90,12 @@ class LlamaModel:
             if index == last and sample_tokens is None:
                 return None
             # Back from the pool's dtype: a key has one value, read from the pool or not.
-            attended = attention.run(index, qkv[:, :num_heads], stored.to(self.dtype))
+            attended = attention.run(
+                index, qkv[:, :num_heads], stored.to(self.dtype), is_last_only=index == last
+            )
             if index == last and sample_tokens is not None:
                 hidden, attended = hidden[sample_tokens], attended[sample_tokens]
             hidden = hidden.add_(layer.attention_out(attended))
-            normed = _rms_norm(hidden, layer.mlp_norm, eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = hidden.add_(layer.down(functional.silu(gate).mul_(up)))
-        return _rms_norm(hidden, self.final_norm, eps)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension; the mean is taken in float32."""
-    wide = x.float()
-    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
+            normed = math.rms_norm(hidden, layer.mlp_norm)
+            hidden = hidden.add_(layer.down(math.silu_mul(layer.gate_up(normed))))
+        return math.rms_norm(hidden, self.final_norm)

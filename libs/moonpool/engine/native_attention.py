@@ -31,8 +31,8 @@ class NativePagedAttention:
             self._decode.plan(pages.kv_indptr[: count + 1], pages.kv_indices, pages.kv_lens[:count])
         self._chunks.plan(pages.without_decode_rows())
 
-    def run(self, layer: int, query: Tensor, kv: Tensor) -> Tensor:
-        out = self._chunks.run(layer, query, kv)
+    def run(self, layer: int, query: Tensor, kv: Tensor, *, is_last_only: bool = False) -> Tensor:
+        out = self._chunks.run(layer, query, kv, is_last_only=is_last_only)
         if self._num_decode_rows:
             assert query.dtype is torch.float32, query.dtype
             assert query.stride()[1:] == (self._head_dim, 1), query.stride()

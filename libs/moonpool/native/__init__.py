@@ -23,12 +23,11 @@ from moonpool.native.kernels import (
     CopyStream,
     CopyTicket,
     DecodeAttention,
-    Gathering,
     Kernels,
     LayerFinisher,
     PackedLinear,
     Progress,
-    StreamRead,
+    RowKernels,
 )
 from moonpool.native.loading import NativeStatus, kernels, status
 
@@ -41,7 +40,6 @@ __all__ = [
     "CopyStream",
     "CopyTicket",
     "DecodeAttention",
-    "Gathering",
     "Kernels",
     "LayerFinisher",
     "LeafCheckArray",
@@ -50,7 +48,7 @@ __all__ = [
     "PackedLinear",
     "Progress",
     "RangeError",
-    "StreamRead",
+    "RowKernels",
     "kernels",
     "leaf_checks",
     "status",

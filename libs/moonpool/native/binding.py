@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -33,45 +33,21 @@ class ResultStruct(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("status", "index", "num_bad")]
 
 
-class ReadStruct(ctypes.Structure):
-    """`mp_read`."""
-
-    _fields_ = (
-        ("spans", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("num_spans", ctypes.c_int64),
-        ("num_bytes", ctypes.c_int64),
-        ("leaves", ctypes.c_void_p),
-        ("done_at", ctypes.c_void_p),
-        ("num_leaves", ctypes.c_int64),
-        ("is_bad", ctypes.c_void_p),
-        ("num_bad", ctypes.c_int64),
-        ("at", ctypes.c_int64),
-        ("span", ctypes.c_int64),
-        ("leaf", ctypes.c_int64),
-        ("state", ctypes.c_int64),
-        ("next", ctypes.c_void_p),
-    )
-
-
 class StreamStruct(ctypes.Structure):
     """`mp_stream`."""
 
     _fields_ = (
         ("target", ctypes.c_void_p),
+        ("target_bytes", ctypes.c_int64),
+        ("spans", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("num_spans", ctypes.c_int64),
         ("geometry", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("last", ctypes.c_void_p),
-        ("num_done", ctypes.c_int64),
-        ("num_consumed", ctypes.c_int64),
-        ("ring_at", ctypes.c_int64),
+        ("leaves", ctypes.c_void_p),
+        ("done_at", ctypes.c_void_p),
+        ("num_leaves", ctypes.c_int64),
+        ("is_bad", ctypes.c_void_p),
     )
-
-
-class GatheringStruct(ctypes.Structure):
-    """`mp_gathering`."""
-
-    _fields_ = (("spans", ctypes.c_void_p), ("row", ctypes.c_int64), ("at", ctypes.c_int64))
 
 
 class JobStruct(ctypes.Structure):
@@ -81,6 +57,7 @@ class JobStruct(ctypes.Structure):
         ("source", ctypes.c_void_p),
         ("source_bytes", ctypes.c_int64),
         ("stream", ctypes.c_void_p),
+        ("begin", ctypes.c_int64),
         ("target", ctypes.c_void_p),
         ("target_bytes", ctypes.c_int64),
         ("spans", ctypes.c_void_p),
@@ -229,7 +206,8 @@ def load_library(path: Path) -> NativeLibrary:
         ),
         mp_multiply=(None, pointer, pointer, int64, pointer),
         mp_attend=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
-        mp_gather=(None, pointer, pointer, ctypes.c_char_p, int64),
+        mp_rms_norm=(None, pointer, pointer, ctypes.c_float, int64, int64, pointer),
+        mp_silu_mul=(None, pointer, int64, int64, pointer),
         mp_queue_create=(pointer, int32),
         mp_queue_close=(None, pointer),
     )
@@ -255,13 +233,6 @@ def load_library(path: Path) -> NativeLibrary:
         mp_key_table_num_held=(int64, pointer),
         mp_key_table_num_bytes=(int64, pointer),
         mp_key_table_is_valid=(int64, pointer),
-        mp_gathering_bytes=(int64, pointer, int64, int64, pointer),
-        mp_read_plan=(int64, pointer, pointer, int64, pointer),
-        mp_read_abandon=(int64, pointer),
-        mp_stream_num_done=(int64, pointer),
-        mp_stream_ring_at=(int64, pointer, int64),
-        mp_stream_expect=(None, pointer, pointer, pointer),
-        mp_stream_feed=(uint64, pointer, pointer, pointer, ctypes.c_char_p, int64),
     )
     return NativeLibrary(working, brief)
 
@@ -271,11 +242,6 @@ def _declare(library: ctypes.CDLL, **signatures: tuple[Any, ...]) -> None:  # An
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-
-
-#: A new bytes object whose contents whoever made it writes before anyone else sees it.
-new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-new_bytes.restype, new_bytes.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 
 
 def address_of(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> int:  # Any: dtype is checked here

@@ -8,12 +8,10 @@ import numpy as np
 
 from moonpool.kv.key_table import KeyTable
 from moonpool.native.binding import (
-    GatheringStruct,
     NativeLibrary,
     ResultStruct,
     address_of,
     geometry_struct,
-    new_bytes,
     page_address,
     raise_for,
 )
@@ -37,10 +35,10 @@ from moonpool.native.kernels import (
     ControlPage,
     CopyQueue,
     DecodeAttention,
-    Gathering,
     LayerFinisher,
     PackedLinear,
     Progress,
+    RowKernels,
 )
 
 
@@ -153,8 +151,8 @@ class CompiledKernels:
             self._library, pool, geometry, group_size=group_size, is_bfloat16=is_bfloat16
         )
 
-    def gather(self, pool: ByteArray, spans: Int64Array) -> Gathering:
-        return CompiledGathering(self._library, pool, spans)
+    def row_kernels(self) -> RowKernels | None:
+        return CompiledRowKernels(self._library)
 
     def copy_queue(self) -> CopyQueue:
         return CompiledCopyQueue(self._library)
@@ -178,28 +176,19 @@ class CompiledKernels:
         return CompiledLayerFinisher(self._library, pool, geometry, leaves, page, eventfd)
 
 
-class CompiledGathering:
-    """Gathering in C, straight into the bytes that are returned."""
+class CompiledRowKernels:
+    """RowKernels in C."""
 
-    def __init__(self, library: NativeLibrary, pool: ByteArray, spans: Int64Array) -> None:
-        result = ResultStruct()
-        address = address_of(spans, np.int64)
-        self.num_left: int = library.brief.mp_gathering_bytes(
-            address, len(spans), pool.size, ctypes.byref(result)
-        )
-        raise_for(result.status, result.index)
-        self._gather = library.working.mp_gather
-        self._kept_alive = (pool, spans)
-        self._pool = address_of(pool, np.uint8)
-        self._struct = GatheringStruct(address)
-        self._reference = ctypes.byref(self._struct)
+    def __init__(self, library: NativeLibrary, *, isa: str | None = None) -> None:
+        """`isa` names a variant of src/dispatch.c; by default the one that suits this machine."""
+        self._rms_norm = library.kernel("mp_rms_norm", isa)
+        self._silu_mul = library.kernel("mp_silu_mul", isa)
 
-    def take(self, num_bytes: int) -> bytes:
-        assert 0 <= num_bytes <= self.num_left, (num_bytes, self.num_left)
-        self.num_left -= num_bytes
-        message: bytes = new_bytes(None, num_bytes)
-        self._gather(self._reference, self._pool, message, num_bytes)
-        return message
+    def rms_norm(self, x: int, weight: int, eps: float, num_rows: int, size: int, y: int) -> None:
+        self._rms_norm(x, weight, eps, num_rows, size, y)
+
+    def silu_mul(self, x: int, num_rows: int, size: int, y: int) -> None:
+        self._silu_mul(x, num_rows, size, y)
 
 
 class CompiledControlPage:

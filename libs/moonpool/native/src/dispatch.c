@@ -5,13 +5,17 @@
     uint64_t mp_leaf_digest_##isa(const uint8_t *, int64_t, int64_t, int64_t);              \
     void mp_multiply_##isa(const mp_linear *, const float *, int64_t, float *);             \
     void mp_attend_##isa(const mp_attention *, int64_t, const mp_decode_rows *, const float *, \
-                         int64_t, float *, mp_result *);
+                         int64_t, float *, mp_result *);                                    \
+    void mp_rms_norm_##isa(const float *, const float *, float, int64_t, int64_t, float *); \
+    void mp_silu_mul_##isa(const float *, int64_t, int64_t, float *);
 
 #define CHOOSE(isa)                              \
     do {                                         \
         mp_leaf_digest = mp_leaf_digest_##isa;   \
         multiply = mp_multiply_##isa;            \
         attend = mp_attend_##isa;                \
+        rms_norm = mp_rms_norm_##isa;            \
+        silu_mul = mp_silu_mul_##isa;            \
         chosen_isa = #isa;                       \
     } while (0)
 
@@ -26,6 +30,8 @@ DECLARE(avx512)
 mp_leaf_digest_fn mp_leaf_digest = mp_leaf_digest_baseline;
 static mp_multiply_fn multiply = mp_multiply_baseline;
 static mp_attend_fn attend = mp_attend_baseline;
+static mp_rms_norm_fn rms_norm = mp_rms_norm_baseline;
+static mp_silu_mul_fn silu_mul = mp_silu_mul_baseline;
 static const char *chosen_isa = "baseline";
 
 __attribute__((constructor)) static void choose(void)
@@ -62,4 +68,15 @@ MP_EXPORT void mp_attend(const mp_attention *attention, int64_t layer, const mp_
                          const float *query, int64_t query_stride, float *out, mp_result *result)
 {
     attend(attention, layer, rows, query, query_stride, out, result);
+}
+
+MP_EXPORT void mp_rms_norm(const float *x, const float *weight, float eps, int64_t num_rows,
+                           int64_t size, float *y)
+{
+    rms_norm(x, weight, eps, num_rows, size, y);
+}
+
+MP_EXPORT void mp_silu_mul(const float *x, int64_t num_rows, int64_t size, float *y)
+{
+    silu_mul(x, num_rows, size, y);
 }

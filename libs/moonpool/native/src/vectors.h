@@ -47,4 +47,37 @@ typedef halves stored_halves __attribute__((aligned(2), may_alias));
 /* Before a loop whose bound is a constant once its function is inlined. */
 #define MP_UNROLL _Pragma("GCC unroll 16")
 
+MP_INLINE float sum_of_lanes(floats v)
+{
+#if MP_VECTOR_BYTES == 64
+    v += MP_SHUFFLE(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += MP_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += MP_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#elif MP_VECTOR_BYTES == 32
+    v += MP_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += MP_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5);
+#else
+    v += MP_SHUFFLE(v, 2, 3, 0, 1);
+#endif
+    return v[0] + v[1];
+}
+
+/* exp(x) for x <= 0 within 2 units in the last place (Cephes, expf); 0 below the smallest normal. */
+MP_INLINE floats exponential(floats x)
+{
+    const floats round = (floats){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    const floats n = (x * 1.44269504088896341f + round) - round;
+    const floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    floats p = (floats){0} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const integers exponent = __builtin_convertvector(n, integers) + 127;
+    const integers is_normal = (x > -87.0f) | (x != x);
+    return (floats)((integers)(p * (floats)(exponent << 23)) & is_normal);
+}
+
 #endif
