@@ -23,11 +23,13 @@ from moonpool.native.kernels import (
     CopyStream,
     CopyTicket,
     DecodeAttention,
+    Gathering,
     Kernels,
     LayerFinisher,
     PackedLinear,
     Progress,
     RowKernels,
+    StreamRead,
 )
 from moonpool.native.loading import NativeStatus, kernels, status
 
@@ -40,6 +42,7 @@ __all__ = [
     "CopyStream",
     "CopyTicket",
     "DecodeAttention",
+    "Gathering",
     "Kernels",
     "LayerFinisher",
     "LeafCheckArray",
@@ -49,6 +52,7 @@ __all__ = [
     "Progress",
     "RangeError",
     "RowKernels",
+    "StreamRead",
     "kernels",
     "leaf_checks",
     "status",

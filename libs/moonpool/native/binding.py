@@ -33,21 +33,45 @@ class ResultStruct(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("status", "index", "num_bad")]
 
 
+class ReadStruct(ctypes.Structure):
+    """`mp_read`."""
+
+    _fields_ = (
+        ("spans", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("num_spans", ctypes.c_int64),
+        ("num_bytes", ctypes.c_int64),
+        ("leaves", ctypes.c_void_p),
+        ("done_at", ctypes.c_void_p),
+        ("num_leaves", ctypes.c_int64),
+        ("is_bad", ctypes.c_void_p),
+        ("num_bad", ctypes.c_int64),
+        ("at", ctypes.c_int64),
+        ("span", ctypes.c_int64),
+        ("leaf", ctypes.c_int64),
+        ("state", ctypes.c_int64),
+        ("next", ctypes.c_void_p),
+    )
+
+
 class StreamStruct(ctypes.Structure):
     """`mp_stream`."""
 
     _fields_ = (
         ("target", ctypes.c_void_p),
-        ("target_bytes", ctypes.c_int64),
-        ("spans", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("num_spans", ctypes.c_int64),
         ("geometry", ctypes.c_void_p),
-        ("leaves", ctypes.c_void_p),
-        ("done_at", ctypes.c_void_p),
-        ("num_leaves", ctypes.c_int64),
-        ("is_bad", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("last", ctypes.c_void_p),
+        ("num_done", ctypes.c_int64),
+        ("num_consumed", ctypes.c_int64),
+        ("ring_at", ctypes.c_int64),
     )
+
+
+class GatheringStruct(ctypes.Structure):
+    """`mp_gathering`."""
+
+    _fields_ = (("spans", ctypes.c_void_p), ("row", ctypes.c_int64), ("at", ctypes.c_int64))
 
 
 class JobStruct(ctypes.Structure):
@@ -57,7 +81,6 @@ class JobStruct(ctypes.Structure):
         ("source", ctypes.c_void_p),
         ("source_bytes", ctypes.c_int64),
         ("stream", ctypes.c_void_p),
-        ("begin", ctypes.c_int64),
         ("target", ctypes.c_void_p),
         ("target_bytes", ctypes.c_int64),
         ("spans", ctypes.c_void_p),
@@ -206,6 +229,7 @@ def load_library(path: Path) -> NativeLibrary:
         ),
         mp_multiply=(None, pointer, pointer, int64, pointer),
         mp_attend=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
+        mp_gather=(None, pointer, pointer, ctypes.c_char_p, int64),
         mp_rms_norm=(None, pointer, pointer, ctypes.c_float, int64, int64, pointer),
         mp_silu_mul=(None, pointer, int64, int64, pointer),
         mp_queue_create=(pointer, int32),
@@ -233,6 +257,13 @@ def load_library(path: Path) -> NativeLibrary:
         mp_key_table_num_held=(int64, pointer),
         mp_key_table_num_bytes=(int64, pointer),
         mp_key_table_is_valid=(int64, pointer),
+        mp_gathering_bytes=(int64, pointer, int64, int64, pointer),
+        mp_read_plan=(int64, pointer, pointer, int64, pointer),
+        mp_read_abandon=(int64, pointer),
+        mp_stream_num_done=(int64, pointer),
+        mp_stream_ring_at=(int64, pointer, int64),
+        mp_stream_expect=(None, pointer, pointer, pointer),
+        mp_stream_feed=(uint64, pointer, pointer, pointer, ctypes.c_char_p, int64),
     )
     return NativeLibrary(working, brief)
 
@@ -242,6 +273,11 @@ def _declare(library: ctypes.CDLL, **signatures: tuple[Any, ...]) -> None:  # An
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+
+
+#: A new bytes object whose contents whoever made it writes before anyone else sees it.
+new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+new_bytes.restype, new_bytes.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 
 
 def address_of(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> int:  # Any: dtype is checked here

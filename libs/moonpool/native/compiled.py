@@ -8,10 +8,12 @@ import numpy as np
 
 from moonpool.kv.key_table import KeyTable
 from moonpool.native.binding import (
+    GatheringStruct,
     NativeLibrary,
     ResultStruct,
     address_of,
     geometry_struct,
+    new_bytes,
     page_address,
     raise_for,
 )
@@ -35,6 +37,7 @@ from moonpool.native.kernels import (
     ControlPage,
     CopyQueue,
     DecodeAttention,
+    Gathering,
     LayerFinisher,
     PackedLinear,
     Progress,
@@ -151,6 +154,9 @@ class CompiledKernels:
             self._library, pool, geometry, group_size=group_size, is_bfloat16=is_bfloat16
         )
 
+    def gather(self, pool: ByteArray, spans: Int64Array) -> Gathering:
+        return CompiledGathering(self._library, pool, spans)
+
     def row_kernels(self) -> RowKernels | None:
         return CompiledRowKernels(self._library)
 
@@ -174,6 +180,30 @@ class CompiledKernels:
     ) -> LayerFinisher:
         _check_sizes(pool, geometry, leaves)
         return CompiledLayerFinisher(self._library, pool, geometry, leaves, page, eventfd)
+
+
+class CompiledGathering:
+    """Gathering in C, straight into the bytes that are returned."""
+
+    def __init__(self, library: NativeLibrary, pool: ByteArray, spans: Int64Array) -> None:
+        result = ResultStruct()
+        address = address_of(spans, np.int64)
+        self.num_left: int = library.brief.mp_gathering_bytes(
+            address, len(spans), pool.size, ctypes.byref(result)
+        )
+        raise_for(result.status, result.index)
+        self._gather = library.working.mp_gather
+        self._kept_alive = (pool, spans)
+        self._pool = address_of(pool, np.uint8)
+        self._struct = GatheringStruct(address)
+        self._reference = ctypes.byref(self._struct)
+
+    def take(self, num_bytes: int) -> bytes:
+        assert 0 <= num_bytes <= self.num_left, (num_bytes, self.num_left)
+        self.num_left -= num_bytes
+        message: bytes = new_bytes(None, num_bytes)
+        self._gather(self._reference, self._pool, message, num_bytes)
+        return message
 
 
 class CompiledRowKernels:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -37,10 +38,12 @@ from moonpool.native.kernels import (
     CopyStream,
     CopyTicket,
     DecodeAttention,
+    Gathering,
     LayerFinisher,
     PackedLinear,
     Progress,
     RowKernels,
+    StreamRead,
 )
 
 
@@ -120,6 +123,9 @@ class FallbackKernels:
     ) -> DecodeAttention | None:
         return None
 
+    def gather(self, pool: ByteArray, spans: Int64Array) -> Gathering:
+        return FallbackGathering(pool, spans)
+
     def row_kernels(self) -> RowKernels | None:
         return None
 
@@ -142,6 +148,30 @@ class FallbackKernels:
         eventfd: int,
     ) -> LayerFinisher:
         return FallbackLayerFinisher(self, pool, geometry, leaves, page, eventfd)
+
+
+class FallbackGathering:
+    """Gathering by joining views."""
+
+    def __init__(self, pool: ByteArray, spans: Int64Array) -> None:
+        self._pool = pool
+        self._spans = deque(spans.tolist())
+        for index, (offset, length) in enumerate(self._spans):
+            if offset < 0 or length < 1 or offset + length > pool.size:
+                raise RangeError("span", index)
+        self.num_left = int(spans[:, 1].sum())
+
+    def take(self, num_bytes: int) -> bytes:
+        self.num_left -= num_bytes
+        pieces: list[memoryview] = []
+        while num_bytes:
+            offset, length = self._spans.popleft()
+            count = min(length, num_bytes)
+            pieces.append(self._pool[offset : offset + count].data)
+            num_bytes -= count
+            if count < length:
+                self._spans.appendleft([offset + count, length - count])
+        return b"".join(pieces)
 
 
 class FallbackControlPage:
@@ -218,11 +248,124 @@ class FallbackTicket:
             raise CopyCancelledError from None
 
 
+class FallbackRead:
+    """StreamRead; its cursor is the copy thread's."""
+
+    def __init__(
+        self,
+        kernels: FallbackKernels,
+        spans: Int64Array,
+        checks: LeafCheckArray,
+        done_at: Int64Array,
+    ) -> None:
+        self._kernels = kernels
+        self._spans = spans
+        self._ends = np.cumsum(spans[:, 2])
+        self._starts = self._ends - spans[:, 2]
+        self._checks = checks
+        self._done_at = done_at
+        self._is_bad = np.zeros(len(checks), np.bool_)
+        self._at = 0
+        self._lock = threading.Lock()
+        self._is_writing = False
+        self._is_abandoned = False
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._spans[:, 2].sum())
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes that were neither written nor thrown away."""
+        return self.num_bytes - self._at
+
+    def abandon(self) -> bool:
+        with self._lock:
+            self._is_abandoned = True
+            return not self._is_writing
+
+    def bad_checks(self) -> Int64Array | None:
+        return np.flatnonzero(self._is_bad) if self._is_bad.any() else None
+
+    def take(self, part: ByteArray, target: ByteArray, geometry: LeafGeometry) -> None:
+        """The next bytes, by the copy thread."""
+        with self._lock:
+            self._is_writing = not self._is_abandoned
+        if self._is_writing:
+            self._scatter(part, target, geometry)
+        self._at += part.size
+        with self._lock:
+            self._is_writing = False
+
+    def _scatter(self, part: ByteArray, target: ByteArray, geometry: LeafGeometry) -> None:
+        begin, end = self._at, self._at + part.size
+        rows = np.flatnonzero((self._ends > begin) & (self._starts < end))
+        skipped = np.maximum(begin - self._starts[rows], 0)
+        parts = np.empty((len(rows), 3), np.int64)
+        parts[:, 0] = self._starts[rows] + skipped - begin
+        parts[:, 1] = self._spans[rows, 1] + skipped
+        parts[:, 2] = np.minimum(self._ends[rows], end) - begin - parts[:, 0]
+        done = (self._done_at <= end) & ((self._done_at > begin) | (begin == 0))
+        due = self._checks[done]
+        due["after_span"] = len(parts) - 1
+        self._is_bad[done] = self._kernels.copy_verify(part, target, parts, geometry, due)
+
+
+class FallbackStream:
+    """CopyStream on the thread of a FallbackCopyQueue."""
+
+    def __init__(self, queue: FallbackCopyQueue, target: ByteArray, geometry: LeafGeometry) -> None:
+        self._queue = queue
+        self._target, self._geometry = target, geometry
+        self._expected: deque[FallbackRead] = deque()
+        self._num_done = 0
+        self._num_consumed = 0
+
+    def plan(self, spans: Int64Array, checks: LeafCheckArray) -> StreamRead:
+        for index, (_, to, length) in enumerate(spans.tolist()):
+            if to < 0 or length < 0 or to + length > self._target.size:
+                raise RangeError("span", index)
+        _check_leaves(self._geometry, checks)
+        done_at = np.zeros(len(checks), np.int64)
+        due = np.flatnonzero(checks["after_span"] >= 0)
+        after = checks["after_span"][due]
+        leaf_ends = self._geometry.leaf_ends(checks["block"][due], checks["layer"][due])
+        lengths = spans[after, 2]
+        starts = np.cumsum(spans[:, 2])[after] - lengths
+        done_at[due] = starts + np.clip(leaf_ends - spans[after, 1], 0, lengths)
+        return FallbackRead(self._queue.kernels, spans, checks, done_at)
+
+    def expect(self, read: StreamRead) -> None:
+        assert isinstance(read, FallbackRead)
+        self._expected.append(read)
+
+    def feed(self, message: bytes) -> None:
+        self._queue.feed(self, message)
+
+    def num_done(self) -> int:
+        return self._num_done
+
+    def ring_at(self, num_bytes: int) -> int:
+        return self._num_consumed
+
+    def distribute(self, message: bytes) -> None:
+        """Give each expected read its part, by the copy thread."""
+        rest = np.frombuffer(message, np.uint8)
+        while len(rest):
+            read = self._expected[0]
+            part, rest = rest[: read.num_missing], rest[read.num_missing :]
+            read.take(part, self._target, self._geometry)
+            if not read.num_missing:
+                self._expected.popleft()
+                self._num_done += 1
+        self._num_consumed += len(message)
+
+
 class FallbackCopyQueue:
     """CopyQueue on a Python thread; it shares the interpreter lock with its caller."""
 
     def __init__(self, kernels: FallbackKernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
         self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pending: deque[FallbackTicket] = deque()
@@ -244,49 +387,17 @@ class FallbackCopyQueue:
 
     def submit(self, route: CopyRoute, spans: Int64Array, checks: LeafCheckArray) -> CopyTicket:
         return self._submit(
-            self._kernels.copy_verify, route.source, route.target, spans, route.geometry, checks
+            self.kernels.copy_verify, route.source, route.target, spans, route.geometry, checks
         )
 
-    def stream(
-        self,
-        target: ByteArray,
-        geometry: LeafGeometry,
-        spans: Int64Array,
-        starts: Int64Array,
-        checks: LeafCheckArray,
-        done_at: Int64Array,
-    ) -> CopyStream:
-        return CopyStream(
-            target=target,
-            geometry=geometry,
-            spans=spans,
-            starts=starts,
-            checks=checks,
-            done_at=done_at,
-            is_bad=np.zeros(len(checks), np.bool_),
-            handle=None,
-        )
+    def stream(self, target: ByteArray, geometry: LeafGeometry) -> CopyStream:
+        if not target.flags.writeable:
+            raise ValueError("the target is read-only")
+        return FallbackStream(self, target, geometry)
 
-    def feed(self, stream: CopyStream, begin: int, part: ByteArray) -> CopyTicket:
-        return self._submit(self._scatter, stream, begin, part)
-
-    def _scatter(self, stream: CopyStream, begin: int, part: ByteArray) -> BoolArray:
-        end = begin + part.size
-        ends = stream.starts + stream.spans[:, 2]
-        rows = np.flatnonzero((ends > begin) & (stream.starts < end))
-        spans = stream.spans[rows]
-        skipped = np.maximum(begin - stream.starts[rows], 0)
-        beyond = np.maximum(ends[rows] - end, 0)
-        parts = np.empty_like(spans)
-        parts[:, 0] = stream.starts[rows] + skipped - begin
-        parts[:, 1] = spans[:, 1] + skipped
-        parts[:, 2] = spans[:, 2] - skipped - beyond
-        done = (stream.done_at <= end) & ((stream.done_at > begin) | (begin == 0))
-        is_bad = self._kernels.copy_verify(
-            part, stream.target, parts, stream.geometry, _last(stream.checks[done], len(parts))
-        )
-        stream.is_bad[done] = is_bad
-        return _NOTHING_BAD
+    def feed(self, stream: FallbackStream, message: bytes) -> None:
+        """Every message rings when it was distributed."""
+        self._executor.submit(stream.distribute, message).add_done_callback(self._ring)
 
     def _submit(self, work: Callable[..., BoolArray], *arguments: object) -> CopyTicket:
         future = self._executor.submit(work, *arguments)
@@ -295,7 +406,7 @@ class FallbackCopyQueue:
         future.add_done_callback(self._ring)
         return ticket
 
-    def _ring(self, _future: Future[BoolArray]) -> None:
+    def _ring(self, _future: Future[BoolArray] | Future[None]) -> None:
         os.eventfd_write(self._eventfd, 1)
 
     def finished(self) -> list[CopyTicket]:
@@ -315,16 +426,6 @@ class FallbackCopyQueue:
         tickets: list[CopyTicket] = list(self._pending)
         self._pending.clear()
         return tickets
-
-
-_NOTHING_BAD = np.zeros(0, np.bool_)
-
-
-def _last(checks: LeafCheckArray, num_spans: int) -> LeafCheckArray:
-    """The checks, all due after the last of `num_spans`."""
-    due = checks.copy()
-    due["after_span"] = num_spans - 1
-    return due
 
 
 def _planes(pool: ByteArray, geometry: LeafGeometry, block: int, layer: int) -> list[ByteArray]:

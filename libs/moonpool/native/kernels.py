@@ -108,24 +108,74 @@ class CopyRoute:
     geometry_address: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CopyStream:
-    """A read whose bytes come in parts: those of its spans, one after another."""
+class StreamRead(Protocol):
+    """One read whose bytes come as part of a CopyStream. Keeps its arrays alive."""
 
-    target: ByteArray
-    geometry: LeafGeometry
-    #: int64[n, 3]; the source offsets are not used.
-    spans: Int64Array
-    #: int64[n]: where in the stream each span begins.
-    starts: Int64Array
-    #: LEAF_CHECK_DTYPE[m], in order of `done_at`.
-    checks: LeafCheckArray
-    #: int64[m]: how many bytes of the stream complete each leaf.
-    done_at: Int64Array
-    #: bool[m]: True where the copy is bad, as far as parts were fed.
-    is_bad: BoolArray
-    #: The implementation's own form of the above.
-    handle: object
+    @property
+    def num_bytes(self) -> int: ...
+
+    def abandon(self) -> bool:
+        """Throw away what has not been written yet; may be called again.
+
+        Returns:
+            True if no byte of it will be written any more. False if one is being written now: ask
+            again when the queue's descriptor is ready.
+        """
+        ...
+
+    def bad_checks(self) -> Int64Array | None:
+        """Ascending positions of the checks that do not match; None if all do. Only when it is done."""
+        ...
+
+
+class CopyStream(Protocol):
+    """The bytes of many reads, one read's after another's, that come in messages of any size.
+
+    The queue becomes ready when a read is done, and when `ring_at` says.
+    """
+
+    def plan(self, spans: Int64Array, checks: LeafCheckArray) -> StreamRead:
+        """Prepare a read of at least one byte.
+
+        Args:
+            spans: int64[n, 3]; the source offsets are not used.
+            checks: Each is checked when the byte has come that completes it.
+
+        Raises:
+            RangeError: A target or a leaf is out of bounds.
+        """
+        ...
+
+    def expect(self, read: StreamRead) -> None:
+        """It is the next whose bytes will come, whether it is abandoned or not. Once for each read."""
+        ...
+
+    def feed(self, message: bytes) -> None:
+        """Queue the next bytes; never more than the reads expected lack."""
+        ...
+
+    def num_done(self) -> int:
+        """How many of the reads expected are done: all bytes have come and are consumed."""
+        ...
+
+    def ring_at(self, num_bytes: int) -> int:
+        """Let the queue become ready once so many bytes were written or thrown away, in all.
+
+        Returns:
+            How many were until now; if that is enough, it need not become ready.
+        """
+        ...
+
+
+class Gathering(Protocol):
+    """The bytes of a pool's spans, taken in order. Keeps its arrays alive."""
+
+    @property
+    def num_left(self) -> int: ...
+
+    def take(self, num_bytes: int) -> bytes:
+        """The next `num_bytes`, which is at most `num_left`."""
+        ...
 
 
 class CopyQueue(Protocol):
@@ -144,31 +194,16 @@ class CopyQueue(Protocol):
         """Queue what Kernels.copy_verify does."""
         ...
 
-    def stream(
-        self,
-        target: ByteArray,
-        geometry: LeafGeometry,
-        spans: Int64Array,
-        starts: Int64Array,
-        checks: LeafCheckArray,
-        done_at: Int64Array,
-    ) -> CopyStream:
-        """Prepare a stream from its parts as CopyStream names them."""
-        ...
-
-    def feed(self, stream: CopyStream, begin: int, part: ByteArray) -> CopyTicket:
-        """Queue the scatter of bytes [begin, begin + len(part)); parts are fed in order.
-
-        The ticket's result is None; what is bad stands in `stream.is_bad`.
-        """
+    def stream(self, target: ByteArray, geometry: LeafGeometry) -> CopyStream:
+        """A stream into `target`, fed in order with other jobs."""
         ...
 
     def finished(self) -> list[CopyTicket]:
-        """Jobs that finished since the last call, in order. Clears the eventfd."""
+        """Jobs submitted that finished since the last call, in order. Clears the eventfd."""
         ...
 
     def close(self) -> list[CopyTicket]:
-        """Cancel what is queued, wait for what runs; returns all that was not told yet."""
+        """Cancel what is queued, wait for what runs; returns all submitted that was not told yet."""
         ...
 
 
@@ -292,6 +327,17 @@ class Kernels(Protocol):
         """`group_size` query heads share a KV head; the planes hold K, then V.
 
         None without the C library, and for heads that are not whole vectors of 16.
+        """
+        ...
+
+    def gather(self, pool: ByteArray, spans: Int64Array) -> Gathering:
+        """Read a pool's spans.
+
+        Args:
+            spans: int64[n, 2] of (offset, length), n at least 1.
+
+        Raises:
+            RangeError: One is out of bounds, or empty.
         """
         ...
 

@@ -17,6 +17,7 @@
 #ifndef MOONPOOL_NATIVE_H
 #define MOONPOOL_NATIVE_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -76,6 +77,12 @@ static inline int64_t mp_leaf_offset(const mp_geometry *g, int64_t block, int64_
     return g->first_byte + block * g->block_stride + layer * g->layer_stride;
 }
 
+/* Where the leaf's last plane ends. */
+static inline int64_t mp_leaf_end(const mp_geometry *g, int64_t block, int64_t layer)
+{
+    return mp_leaf_offset(g, block, layer) + (g->num_planes - 1) * g->plane_stride + g->plane_bytes;
+}
+
 /* The variant that suits this machine, chosen when the library is loaded. */
 extern mp_leaf_digest_fn mp_leaf_digest;
 
@@ -87,22 +94,40 @@ MP_EXPORT void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8
                     const mp_geometry *geometry, const mp_leaf *leaves, int64_t num_leaves,
                     uint8_t *is_bad, mp_result *result);
 
-/* What a read whose bytes come as a stream is made of; see scatter.c. */
-typedef struct {
-    uint8_t *target;
-    int64_t target_bytes;
+/* One read whose bytes come as part of a stream; see scatter.c. */
+typedef struct mp_read {
     const int64_t *spans; /* int64[num_spans, 3]; the source offsets are not used */
-    const int64_t *starts; /* where in the stream each span begins */
+    int64_t *starts;      /* where in the read's bytes each span begins */
     int64_t num_spans;
-    const mp_geometry *geometry;
-    const mp_leaf *leaves; /* in order of done_at; after_span is not used */
-    const int64_t *done_at; /* how much of the stream must have come before each may be checked */
+    int64_t num_bytes;
+    const mp_leaf *leaves; /* in order of done_at */
+    int64_t *done_at;      /* how many of the read's bytes complete each leaf */
     int64_t num_leaves;
     uint8_t *is_bad;
+    int64_t num_bad;
+    /* How far the copy thread is: in bytes, in spans, in leaves. */
+    int64_t at, span, leaf;
+    _Atomic int64_t state;
+    struct mp_read *next;
+} mp_read;
+
+/* Reads that are expected, in order, and what became of them. */
+typedef struct {
+    uint8_t *target;
+    const mp_geometry *geometry;
+    mp_read *first, *last; /* under the queue's lock */
+    _Atomic int64_t num_done;
+    _Atomic int64_t num_consumed; /* bytes that were written or thrown away */
+    _Atomic int64_t ring_at;      /* the loop wants to know when num_consumed reaches this */
 } mp_stream;
 
-void mp_scatter_verify(const mp_stream *stream, const uint8_t *source, int64_t source_bytes,
-                       int64_t begin, mp_result *result);
+int mp_read_take(const mp_stream *stream, mp_read *read, const uint8_t *source, int64_t count);
+
+/* Spans that are read in order, and how far: in rows, and within the row. See gather.c. */
+typedef struct {
+    const int64_t *spans; /* int64[n, 2] of (offset, length), inside of the pool */
+    int64_t row, at;
+} mp_gathering;
 
 enum { MP_LINEAR_PANEL = 16 };
 
