@@ -25,12 +25,14 @@ import grpc
 
 from moonpool.errors import FailedPreconditionError
 from moonpool.ids import WorkerKey
+from moonpool.memory.heap import keep_freed_memory
 from moonpool.native import Gathering, Kernels, RangeError
 from moonpool.transport.base import ByteArray
 from moonpool.wire import kv_read
 from moonpool.wire.fields import InvalidMessageError
 
-#: Smaller messages cost more of Python, larger ones more of memory: their buffers are new pages each time.
+#: Smaller messages cost more of Python. Larger ones cost more of memory: where the reader's process
+#: gives freed memory back, each is made of new pages, and they fall out of the cache between copies.
 MESSAGE_BYTES = 512 << 10
 #: A stream must say whom it means within this time.
 OPEN_TIMEOUT_S = 5.0
@@ -41,7 +43,12 @@ PoolOf = Callable[[WorkerKey], ByteArray]
 
 
 def kv_read_handler(pool_of: PoolOf, kernels: Kernels) -> grpc.GenericRpcHandler:
-    """The handler to add to a grpc.aio server, raw bytes both ways."""
+    """The handler to add to a grpc.aio server, raw bytes both ways.
+
+    The process keeps freed memory from then on: each message is a new buffer, and gRPC copies it to
+    another one.
+    """
+    keep_freed_memory()
 
     async def read(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
