@@ -88,7 +88,13 @@ def cluster_config(
             "model": str(setting.model.path),
             "dtype": setting.dtype,
             "local_prefill_tokens": local_prefill_tokens,
-            "router": {"http_port": 0, "grpc_port": 0, "cpus": others},
+            "router": {
+                "http_port": 0,
+                "grpc_port": 0,
+                "cpus": others,
+                # Which way a prompt takes is the experiment's to say.
+                "placement": {"disagg": "threshold"},
+            },
             "worker": {"is_transport_strict": True, "service_cpus": others},
             "workers": [
                 {

@@ -68,7 +68,8 @@ def cluster_config(
             "model": model,
             "dtype": dtype,
             "local_prefill_tokens": 64,
-            "router": {"http_port": 0, "grpc_port": 0},
+            # What takes the long way is asked for, not what is faster.
+            "router": {"http_port": 0, "grpc_port": 0, "placement": {"disagg": "threshold"}},
             "worker": settings,
             "workers": [
                 {"role": "prefill", "transports": offered},
