@@ -211,10 +211,15 @@ class PrefillHandoffs:
         """When `tick` has something to do next, or None."""
         return min(self._wakeups(), default=None)
 
-    def note_progress(self, now: float) -> list[PrefillEffect]:
+    def keep_waiting(self, now: float) -> list[PrefillEffect]:
         """A prefix is being read from a peer: readers that wait for its prefill are kept patient."""
         self._tell_waiting(now)
         return self._take_effects()
+
+    @property
+    def next_waiting_at(self) -> float | None:
+        """When `keep_waiting` has something to say, if no news comes; None: nobody waits."""
+        return min((handoff.waiting_at for handoff in self._waiting()), default=None)
 
     def is_live(self, attempt_id: AttemptId) -> bool:
         """This very attempt has begun here and has not ended."""
@@ -539,14 +544,16 @@ class PrefillHandoffs:
 
     def _tell_waiting(self, now: float) -> None:
         """The engine moves, in steps and layers, but not for these readers: keep them patient."""
-        for handoff in self._handoffs.values():
-            if (
-                handoff.stream_id is not None
-                and handoff.state is not PrefillState.DONE
-                and handoff.waiting_at <= now
-            ):
+        for handoff in self._waiting():
+            if handoff.waiting_at <= now:
                 handoff.waiting_at = now + self._config.waiting_s
                 self._send(handoff, Waiting(attempt_id=handoff.attempt_id))
+
+    def _waiting(self) -> Iterator[_Handoff]:
+        """Handoffs whose readers wait for more."""
+        for handoff in self._handoffs.values():
+            if handoff.stream_id is not None and handoff.state is not PrefillState.DONE:
+                yield handoff
 
     # -- ends --
 

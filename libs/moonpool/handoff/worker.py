@@ -99,7 +99,7 @@ class WorkerHandoffs:
             case LayersDone() | OpenReceived() | StreamClosed():
                 return self._followed(self.prefill.handle(event, now), None, now)
             case ReadDone(read_id=read_id) if self.fetches.is_reading(read_id.attempt_id):
-                return [*self.fetches.handle(event, now), *self.prefill.note_progress(now)]
+                return list(self.fetches.handle(event, now))
             case StreamBroken():
                 return [*self.decode.handle(event, now), *self.fetches.handle(event, now)]
             case SourceMessageReceived() | ReadDone():
@@ -149,8 +149,11 @@ class WorkerHandoffs:
     def tick(self, now: float) -> list[HandoffEffect]:
         """Do what is due. Call at `next_wakeup()` or later."""
         effects = [*self.prefill.tick(now), *self.decode.tick(now)]
+        # A fetch moves no engine, but it is bounded in time: who waits for its prefill can wait.
+        waiting = self.prefill.keep_waiting(now) if self.fetches.num_fetches else []
         return [
             *self._followed(effects, None, now),
+            *waiting,
             *self.fetches.tick(now),
             *self.holds.tick(now),
         ]
@@ -159,6 +162,8 @@ class WorkerHandoffs:
         """When `tick` has something to do next, or None."""
         machines = (self.prefill, self.decode, self.fetches, self.holds)
         times = [machine.next_wakeup() for machine in machines]
+        if self.fetches.num_fetches:
+            times.append(self.prefill.next_waiting_at)
         return min((time for time in times if time is not None), default=None)
 
     @property
