@@ -70,6 +70,9 @@ def test_once_is_once_for_all_processes(tmp_path: Path) -> None:
         ("transport.read", "is no rule"),
         ("transport.read=sleep:soon", "needs milliseconds"),
         ("transport.read=exit:no", "needs an exit code"),
+        ("fetch.read=delay", "needs milliseconds"),
+        ("fetch.read=limit:fast", "needs bytes a second"),
+        ("transport.read=delay:5", "allowed at transport.read are"),
         ("transport.read=flip@0", "count from 1"),
         ("transport.read=flip,once", "no directory"),
         ("__import__('os')=kill", "is no rule"),
@@ -91,3 +94,8 @@ def test_the_process_ends(action: str, status: int) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
     )
     assert (done.returncode, done.stdout) == (status, "once\n")
+
+
+@pytest.mark.parametrize("what", ["delay:20", "limit:1000000", "flip"])
+def test_what_a_place_carries_out_comes_with_its_argument(what: str) -> None:
+    assert parse(f"fetch.read={what}").hit("fetch.read") == what
