@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from moonpool.core.config import CoreConfig
+from moonpool.handoff.effects import FetchOutcome
 from moonpool.inference.request import InferenceRequest
 from moonpool.routing.worker_view import WorkerRole
 from support.explorer import Report, explore, walk
@@ -23,6 +25,7 @@ ALL_FAULTS = frozenset({"crash", "cut_router", "cut_handoff", "bad_leaf"})
 FINISHES = frozenset({"length"})
 #: `server_overloaded`: the last allowed placement was refused; `worker_lost`: three failures.
 GIVES_UP = frozenset({"server_overloaded", "worker_lost"})
+OLDEST = frozenset({"r1"})
 BOTH = (WorkerRole.BOTH, WorkerRole.BOTH)
 
 
@@ -37,6 +40,8 @@ class Case:
     #: All ways in which requests may end.
     ends: frozenset[str] = FINISHES
     is_quick: bool = True
+    #: All ways in which fetches end; at least these are to occur.
+    fetches: frozenset[FetchOutcome] = frozenset()
 
 
 def one(max_tokens: int) -> tuple[InferenceRequest, ...]:
@@ -68,7 +73,143 @@ def product_core(num_blocks: int) -> CoreConfig:
     )
 
 
+def fetching(
+    *,
+    num_requests: int = 1,
+    num_blocks: int = 4,
+    has_one_prefix: bool = True,
+    must_finish: frozenset[str] | None = None,
+    **config: Any,
+) -> WorldConfig:
+    """Worker 0 computes, worker 1 holds two blocks of the last prompt; perhaps of the others, too."""
+    requests = tuple(
+        make_request(
+            f"r{n}",
+            prompt=[*([9] * 8 if has_one_prefix else [n] * 8), n],
+            max_tokens=1,
+            arrival=float(n),
+        )
+        for n in range(1, num_requests + 1)
+    )
+    core = CoreConfig(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        max_model_len=16,
+        local_prefill_tokens=0,
+        headroom_tokens=0,
+    )
+    if must_finish is None:
+        must_finish = frozenset(request.request_id for request in requests)
+    defaults = {
+        "max_attempts": 2,
+        "num_peer_tokens": 8,
+        "warm": frozenset({1}),
+        "must_finish": must_finish,
+    }
+    if "roles" not in config:
+        # Worker 1 is no decode worker, and none is asked for a prefill.
+        defaults["roles"] = (WorkerRole.DECODE, WorkerRole.PREFILL)
+        defaults["threshold_tokens"] = 1_000_000
+    return WorldConfig(requests=requests, core=core, **{**defaults, **config})
+
+
+_FETCHED = frozenset({FetchOutcome.WHOLE})
+_CUT_SHORT = frozenset({FetchOutcome.LOST, FetchOutcome.CANCELLED})
+
 CASES = (
+    Case(
+        name="a fetch from a peer, no fault",
+        config=fetching(has_block_ids=True),
+        fetches=_FETCHED,
+    ),
+    Case(
+        name="a fetch from a peer that holds nothing",
+        config=fetching(warm=frozenset()),
+        fetches=frozenset({FetchOutcome.ABSENT}),
+    ),
+    Case(
+        name="a fetch from a peer, every fault, cancel",
+        config=fetching(num_faults=1, num_cancels=1, fault_kinds=ALL_FAULTS, has_block_ids=True),
+        ends=FINISHES | {"cancelled"},
+        # Refused: the peer has begun another life.
+        fetches=_FETCHED | _CUT_SHORT | {FetchOutcome.DAMAGED, FetchOutcome.REFUSED},
+    ),
+    Case(
+        name="a fetch from a peer, two faults, timers at any time, cancel",
+        config=fetching(
+            num_faults=2,
+            num_cancels=1,
+            num_early_ticks=1,
+            must_finish=frozenset(),
+            fault_kinds=ALL_FAULTS,
+            has_block_ids=True,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+        is_quick=False,
+        # Absent: the peer was asked in its next life.
+        fetches=frozenset(FetchOutcome) - {FetchOutcome.RECOMPUTE, FetchOutcome.SHORT},
+    ),
+    Case(
+        name="a fetch from a peer, timers at any time, cancel",
+        config=fetching(num_early_ticks=1, num_cancels=1, has_block_ids=True),
+        ends=FINISHES | {"cancelled"},
+        # Refused: the peer's core does not answer in time.
+        fetches=_FETCHED | {FetchOutcome.SLOW, FetchOutcome.CANCELLED, FetchOutcome.REFUSED},
+    ),
+    Case(
+        name="two fetches of one prefix, pools of one request, in any order",
+        config=fetching(
+            num_requests=2, num_blocks=3, must_finish=OLDEST, reorders=frozenset({"R"})
+        ),
+        ends=FINISHES | GIVES_UP,
+        fetches=_FETCHED,
+    ),
+    Case(
+        name="a fetch that is revoked for an older request, cancel",
+        config=fetching(
+            num_requests=2,
+            num_blocks=3,
+            has_one_prefix=False,
+            must_finish=OLDEST,
+            reorders=frozenset({"R"}),
+            num_cancels=1,
+            has_block_ids=True,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+        fetches=_FETCHED | {FetchOutcome.ABSENT, FetchOutcome.CANCELLED},
+    ),
+    Case(
+        name="two fetches of one prefix, any order, crash, cancel",
+        config=fetching(
+            num_requests=2,
+            must_finish=frozenset(),
+            reorders=frozenset({"R"}),
+            num_faults=1,
+            num_cancels=1,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+        is_quick=False,
+        fetches=_FETCHED | _CUT_SHORT | {FetchOutcome.REFUSED},
+    ),
+    Case(
+        name="a prefill fetches from the decode worker that reads from it",
+        config=fetching(roles=(WorkerRole.PREFILL, WorkerRole.DECODE)),
+        fetches=_FETCHED,
+    ),
+    Case(
+        name="a prefill fetches from the decode worker that reads from it, crash, cancel",
+        config=fetching(
+            roles=(WorkerRole.PREFILL, WorkerRole.DECODE),
+            must_finish=frozenset(),
+            num_faults=1,
+            num_cancels=1,
+        ),
+        ends=FINISHES | GIVES_UP | {"cancelled"},
+        is_quick=False,
+        fetches=_FETCHED | _CUT_SHORT | {FetchOutcome.REFUSED, FetchOutcome.ABSENT},
+    ),
     Case(
         name="one request, no fault",
         config=WorldConfig(requests=one(3), core=SMALL, must_finish=frozenset({"r1"})),
@@ -336,33 +477,42 @@ MUTANTS = (
     _mutant("release_at_commit"),
     _mutant("no_read_wait", num_cancels=1),
     _mutant("younger_may_revoke", requests=two(2), roles=BOTH, num_blocks=1),
+    *(
+        Case(
+            name=mutation,
+            config=fetching(num_cancels=1, has_block_ids=True, mutation=mutation),
+        )
+        for mutation in (
+            "fetch_ends_before_its_reads",
+            "fetch_never_ends",
+            "unlock_at_opened",
+            "no_unlock",
+        )
+    ),
 )
 
 #: The same worlds without the mutation: right, so that it is the mutation that is found.
 UNMUTATED = tuple(
     Case(
         name=f"without {case.name}",
-        config=WorldConfig(
-            requests=case.config.requests,
-            roles=case.config.roles,
-            core=case.config.core,
-            max_attempts=2,
-            max_failures=1,
-            num_cancels=case.config.num_cancels,
-            must_finish=case.config.must_finish,
-            reorders=case.config.reorders,
-        ),
+        config=replace(case.config, mutation=""),
         ends=FINISHES | GIVES_UP | {"cancelled"},
     )
     for case in MUTANTS
-    if case.config.mutation != "younger_may_revoke"  # this one is among CASES
+    # These are among CASES.
+    if case.config.mutation != "younger_may_revoke" and not case.config.num_peer_tokens
 )
 
 
 def run_case(case: Case) -> tuple[Report, frozenset[str]]:
-    """Explore one case; returns the report and the ways in which requests ended."""
+    """Explore one case; returns the report and the ways in which requests ended.
+
+    That no fetch ended in one of the ways that are to occur is a problem as well.
+    """
     world = ProtocolWorld(case.config)
     report = explore(world, stop_at_first=bool(case.config.mutation))
+    if not case.config.mutation and world.fetch_outcomes != case.fetches:
+        report.problems[f"fetches end {sorted(world.fetch_outcomes)}"] = []
     return report, frozenset(world.ends)
 
 

@@ -120,6 +120,10 @@ class WorldCore(Protocol):
         """The attempt that holds a block."""
         ...
 
+    def is_locked(self, block_id: BlockId) -> bool:
+        """A reader of a prefix holds a block."""
+        ...
+
     def handle(self, command: Command) -> list[Turn]:
         """Every way in which it may take this command."""
         ...
@@ -174,6 +178,10 @@ class HonestCore:
     def holder(self, block_id: BlockId) -> AttemptId | None:
         """The attempt that holds a block."""
         return next((job.attempt_id for job in self.jobs if block_id in job.block_ids), None)
+
+    def is_locked(self, block_id: BlockId) -> bool:
+        """It has no cache, so no reader of a prefix either."""
+        return False
 
     # -- commands --
 

@@ -7,13 +7,18 @@ All else travels in FIFO channels that are unordered among each other:
 
     R router -> worker      F frames, core -> service     O reader -> source (the handoff stream)
     S worker -> router      G the control page (latest)   A source -> reader
+                                                          P reader -> holder (the prefix stream)
+                                                          Q holder -> reader
                                                           T one read each: when it ends
+With `num_peer_tokens` every attempt that is computed on a worker is told that the next worker holds so
+much of it; `warm` workers do, in their first life.
+
 Time stands still at 0. Where nothing else can happen, the next timer of a machine fires; with
 `num_early_ticks` some fire at any time. Faults, each anywhere, are counted by `num_faults`:
 
     crash          a worker dies and comes back empty, as another incarnation
     cut_router     the router's stream to a worker is cut and stands again
-    cut_handoff    a handoff stream is cut
+    cut_handoff    a handoff stream, or a prefix stream, is cut
     bad_leaf       a read ends with a block that does not verify
     duplicate      a message between processes comes twice
 
@@ -32,7 +37,15 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from moonpool.core.config import CoreConfig
-from moonpool.core.protocol import Release, Reply, TokensReady
+from moonpool.core.protocol import (
+    Abort,
+    Command,
+    ReadEnded,
+    Release,
+    Reply,
+    TokensReady,
+    UnlockPrefix,
+)
 from moonpool.dispatch.config import DispatchConfig
 from moonpool.dispatch.dispatcher import Dispatcher
 from moonpool.dispatch.effects import EmitTokens, EndRequest, SendAbort, SendDecode, SendPrefill
@@ -45,13 +58,17 @@ from moonpool.dispatch.events import (
     WorkerLost,
     WorkerMessageReceived,
 )
-from moonpool.handoff.config import HandoffConfig
+from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.effects import (
     CloseStream,
+    EndPrefixStream,
     EndStream,
+    FetchOutcome,
     HandoffEffect,
     OpenStream,
+    RecordFetch,
     SendCommand,
+    SendOnPrefixStream,
     SendOnStream,
     SendToRouter,
     StartRead,
@@ -59,8 +76,11 @@ from moonpool.handoff.effects import (
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HandoffEvent,
+    HolderMessageReceived,
     LayersDone,
     OpenReceived,
+    PrefixOpenReceived,
+    PrefixStreamClosed,
     ReadDone,
     RouterLost,
     RouterMessageReceived,
@@ -68,14 +88,24 @@ from moonpool.handoff.events import (
     StreamBroken,
     StreamClosed,
 )
-from moonpool.handoff.messages import Commit, Open, RouterKey, StreamId
+from moonpool.handoff.messages import (
+    Commit,
+    DecodeRequest,
+    Open,
+    PeerPrefix,
+    PrefillRequest,
+    PrefixOpen,
+    PrefixOpened,
+    RouterKey,
+    StreamId,
+)
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.request import InferenceRequest
 from moonpool.routing.config import RoutingConfig
 from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
-from support.explored_core import ExploredCore
+from support.explored_core import ExploredCore, warm_core
 from support.explorer import BrokenRuleError
 from support.honest_core import FIRST_TOKEN, HonestConfig, HonestCore, WorldCore
 
@@ -94,6 +124,10 @@ MUTATIONS = frozenset(
         "release_at_commit",
         "no_read_wait",
         "younger_may_revoke",
+        "fetch_ends_before_its_reads",
+        "fetch_never_ends",
+        "unlock_at_opened",
+        "no_unlock",
     }
 )
 
@@ -111,6 +145,13 @@ class WorldConfig:
     fault_kinds: frozenset[str] = frozenset({"crash"})
     num_cancels: int = 0
     num_early_ticks: int = 0
+    #: Uncached tokens from which a prefill worker is asked.
+    threshold_tokens: int = 0
+    num_peer_tokens: int = 0
+    #: Workers whose first life holds the last request's prompt; the product's core only.
+    warm: frozenset[int] = frozenset()
+    #: Check who holds the blocks that are read and written: many more states, with the product's core.
+    has_block_ids: bool = False
     #: Channels whose messages overtake each other, of R, S and A.
     reorders: frozenset[str] = frozenset()
     #: Requests that may not end in an error, unless they are cancelled.
@@ -228,7 +269,9 @@ class ProtocolWorld:
         self._dispatch_config = DispatchConfig(
             routing=RoutingConfig(
                 disagg=DisaggConfig(
-                    threshold_tokens=0, busy_queued_tokens=1_000_000, busy_threshold_tokens=0
+                    threshold_tokens=config.threshold_tokens,
+                    busy_queued_tokens=1_000_000,
+                    busy_threshold_tokens=config.threshold_tokens,
                 )
             ),
             num_kept_decisions=0,
@@ -244,14 +287,22 @@ class ProtocolWorld:
         self._worker_memo: dict[tuple[int, int], list[Outcome]] = {}
         self._core_memo: dict[int, list[Outcome]] = {}
         self._event_memo: dict[tuple[int, int], tuple[int, int]] = {}
-        self._sent_memo: dict[tuple[int, int], int] = {}
+        self._sent_memo: dict[tuple[int, int, WorkerKey], int] = {}
         self._streams: dict[StreamId, tuple[int, AttemptId]] = {}
+        self._fetch_config = FetchConfig(
+            # One block at a time, so that what has come by parts is explored too.
+            mode=FetchMode.ALWAYS,
+            block_bytes=1,
+            span_bytes=1,
+        )
         self._end = self._message(END)
         #: Per worker, the number of its channel to the router.
         self._heard = [self._names.number(("S", w), ("S", w)) for w in range(len(config.roles))]
         self._load = WorkerLoad(num_total_blocks=1_000, num_available_blocks=1_000)
         #: Ways in which requests ended, over all states seen.
         self.ends: set[str] = set()
+        #: Ways in which fetches ended, over all states seen.
+        self.fetch_outcomes: set[FetchOutcome] = set()
 
     # -- the world's interface --
 
@@ -334,14 +385,14 @@ class ProtocolWorld:
             is_settled = all(node.core.is_settled for node in nodes)
             if is_settled and not is_ticked and not all(node.is_quiet for node in nodes):
                 yield "a worker works on for an ended request"
-        is_honest = isinstance(self._core_config, HonestConfig)
-        if is_honest and any(self._name(number)[0] == "T" for number, _ in packed):
+        are_blocks_known = isinstance(self._core_config, HonestConfig) or self.config.has_block_ids
+        if are_blocks_known and any(self._name(number)[0] == "T" for number, _ in packed):
             yield from self._read_problems(packed, nodes)
 
     def _read_problems(
         self, packed: tuple[tuple[int, tuple[int, ...]], ...], nodes: list[WorkerNode]
     ) -> Iterable[str]:
-        streams = {self._name(n) for n, _ in packed if self._name(n)[0] == "A"}
+        streams = {self._name(n) for n, _ in packed if self._name(n)[0] in ("A", "Q")}
         for number, messages in packed:
             name = self._name(number)
             if name[0] != "T" or not messages:
@@ -352,12 +403,14 @@ class ProtocolWorld:
             if any(reader.holder(b) != attempt_id for b in read.target_block_ids):
                 yield "a block is free while it may still be written"
             source = self._index(read.source.key.worker_id)
-            if kind == "ok" and ("A", name[1], source, attempt_id) in streams:
+            stream = ("Q" if read.is_prefix else "A", name[1], source, attempt_id)
+            if kind == "ok" and stream in streams and END not in self._contents(packed, stream):
                 core = nodes[source].core
-                is_ended = END in self._contents(packed, ("A", name[1], source, attempt_id))
-                if not is_ended and any(
-                    core.holder(b) != attempt_id for b in read.source_block_ids
-                ):
+                if read.is_prefix:
+                    are_held = all(core.is_locked(b) for b in read.source_block_ids)
+                else:
+                    are_held = all(core.holder(b) == attempt_id for b in read.source_block_ids)
+                if not are_held:
                     yield "a block is free while its reader's stream is open"
 
     # -- deliveries --
@@ -403,7 +456,8 @@ class ProtocolWorld:
 
     def _take_first(self, rest: Channels, number: int, messages: tuple[int, ...]) -> None:
         """A stream's channel to its reader stays while the stream does; all else while it is full."""
-        if messages[1:] or (self._name(number)[0] == "A" and messages[0] != self._end):
+        is_stream = self._name(number)[0] in ("A", "Q")
+        if messages[1:] or (is_stream and messages[0] != self._end):
             rest[number] = messages[1:]
         else:
             del rest[number]
@@ -418,7 +472,7 @@ class ProtocolWorld:
         if number in self._heard:
             outcome = self._router_outcome(router, message)
             return outcome.node == router and not outcome.ops
-        if self._name(number)[0] not in ("F", "G", "O"):
+        if self._name(number)[0] not in ("F", "G", "O", "P"):
             return False
         w, event = self._numbered_event(number, message)
         outcomes = self._worker_outcomes(workers[w], event)
@@ -452,6 +506,16 @@ class ProtocolWorld:
                 if message == END:
                     return reader, StreamBroken(attempt_id=attempt_id)
                 return reader, SourceMessageReceived(message=message)  # type: ignore[arg-type]
+            case ("P", int() as reader, int() as holder, AttemptId() as attempt_id):
+                stream_id = self._stream_id(reader, attempt_id)
+                if message == END:
+                    return holder, PrefixStreamClosed(stream_id=stream_id)
+                assert isinstance(message, PrefixOpen)
+                return holder, PrefixOpenReceived(stream_id=stream_id, open=message)
+            case ("Q", int() as reader, int(), AttemptId() as attempt_id):
+                if message == END:
+                    return reader, StreamBroken(attempt_id=attempt_id)
+                return reader, HolderMessageReceived(message=message)  # type: ignore[arg-type]
             case ("T", int() as reader, _):
                 kind, read = message  # type: ignore[misc]
                 return reader, ReadDone(
@@ -516,12 +580,25 @@ class ProtocolWorld:
             return None
         if any(self._is_loss(m) for m in after.get(self._heard[w], ())):
             return None
-        event = self._sent_memo.get((op.message, stream))
+        next_worker = (w + 1) % len(lives)
+        peer = self._key(next_worker, lives[next_worker][0])
+        event = self._sent_memo.get((op.message, stream, peer))
         if event is None:
-            event = self._sent_memo[op.message, stream] = self._message(
+            message = self._with_peer(message, peer)
+            event = self._sent_memo[op.message, stream, peer] = self._message(
                 RouterMessageReceived(router=RouterKey(f"stream{stream}"), message=message)
             )
         return event
+
+    def _with_peer(self, message: object, key: WorkerKey) -> object:
+        """The message of a router that believes that this worker holds the prefix."""
+        num_tokens = self.config.num_peer_tokens
+        is_computed = isinstance(message, PrefillRequest) or (
+            isinstance(message, DecodeRequest) and message.source is None
+        )
+        if not num_tokens or not is_computed:
+            return message
+        return replace(message, peer=PeerPrefix(key=key, address="", num_tokens=num_tokens))
 
     def _is_loss(self, message: int) -> bool:
         events = self._thing(message)
@@ -603,7 +680,8 @@ class ProtocolWorld:
                 found.append((f"cut router {w}", self._pack(router, workers, after, born, rest)))
         for number, messages in channels.items():
             name = self._name(number)
-            if name[0] == "A" and "cut_handoff" in kinds and END not in self._things(messages):
+            is_stream = name[0] in ("A", "Q") and END not in self._things(messages)
+            if is_stream and "cut_handoff" in kinds:
                 after = dict(channels)
                 self._cut_stream(after, name)
                 self._set(after, name, END)
@@ -633,13 +711,13 @@ class ProtocolWorld:
                     _, read = self._thing(messages[0])  # type: ignore[misc]
                     if self._index(read.source.key.worker_id) == w:
                         self._set(after, name, ("failed", read))
-                case ("A", int() as reader, int() as source, _) as name:
+                case ("A" | "Q", int() as reader, int() as source, _) as name:
                     if reader == w:
                         self._cut_stream(after, name)
                         del after[number]
                     elif source == w:
                         self._set(after, name, END)
-                case ("O", _, int() as source, _) if source == w:
+                case ("O" | "P", _, int() as source, _) if source == w:
                     del after[number]
                 case _:
                     pass
@@ -648,8 +726,8 @@ class ProtocolWorld:
 
     def _cut_stream(self, after: Channels, name: tuple[object, ...]) -> None:
         """The source sees the end of a stream, unless it has not seen the stream at all."""
-        _, reader, source, attempt_id = name
-        opens = ("O", reader, source, attempt_id)
+        kind, reader, source, attempt_id = name
+        opens = ("O" if kind == "A" else "P", reader, source, attempt_id)
         number = self._names.number(opens, opens)
         if number in after:
             if self._things(after[number]) != [END]:
@@ -763,13 +841,9 @@ class ProtocolWorld:
         partial: list[tuple[str, WorldCore, tuple[Op, ...]]] = [("", node.core, ())]
         for effect in effects:
             commands = [effect.command] if isinstance(effect, SendCommand) else []
+            if self.config.mutation:
+                commands = self._mutated(effect, commands)
             ops = self._ops(w, node, effect)
-            if (
-                self.config.mutation == "release_at_commit"
-                and isinstance(effect, SendOnStream)
-                and isinstance(effect.message, Commit)
-            ):
-                commands = [Release(attempt_id=effect.message.attempt_id)]
             partial = [(label, core, done + ops) for label, core, done in partial]
             for command in commands:
                 partial = [
@@ -788,6 +862,24 @@ class ProtocolWorld:
             outcomes.append(Outcome(label, number, done))
         return outcomes
 
+    def _mutated(self, effect: HandoffEffect, commands: list[Command]) -> list[Command]:
+        """What a broken machine tells its core with this effect."""
+        match self.config.mutation, effect:
+            case "release_at_commit", SendOnStream(message=Commit(attempt_id=attempt_id)):
+                return [Release(attempt_id=attempt_id)]
+            case "fetch_ends_before_its_reads", SendCommand(command=Abort(attempt_id=attempt_id)):
+                return [*commands, ReadEnded(attempt_id=attempt_id)]
+            case "fetch_never_ends", SendCommand(command=ReadEnded()):
+                return []
+            case "unlock_at_opened", SendOnPrefixStream(
+                stream_id=stream_id, message=PrefixOpened()
+            ):
+                return [UnlockPrefix(read_id=stream_id)]
+            case "no_unlock", SendCommand(command=UnlockPrefix()):
+                return []
+            case _:
+                return commands
+
     def _ops(self, w: int, node: WorkerNode, effect: HandoffEffect) -> tuple[Op, ...]:
         match effect:
             case SendToRouter(message=message):
@@ -800,17 +892,20 @@ class ProtocolWorld:
                 return (self._op(Do.PUSH, ("S", w), events),)
             case OpenStream(attempt_id=attempt_id, source=source, open=open_):
                 s = self._index(source.key.worker_id)
+                there, back = ("P", "Q") if isinstance(open_, PrefixOpen) else ("O", "A")
                 return (
-                    self._op(Do.CREATE, ("A", w, s, attempt_id)),
-                    self._op(Do.PUSH, ("O", w, s, attempt_id), open_),
+                    self._op(Do.CREATE, (back, w, s, attempt_id)),
+                    self._op(Do.PUSH, (there, w, s, attempt_id), open_),
                 )
             case CloseStream(attempt_id=attempt_id):
                 # The reader hears nothing more; the source hears the end. One of the two is the source.
+                is_fetch = node.handoffs.fetches.is_reading(attempt_id)
+                there, back = ("P", "Q") if is_fetch else ("O", "A")
                 ops: list[Op] = []
                 for s in range(len(self.config.roles)):
                     if s != w:
-                        ops.append(self._op(Do.REMOVE, ("A", w, s, attempt_id)))
-                        ops.append(self._op(Do.PUSH, ("O", w, s, attempt_id), END))
+                        ops.append(self._op(Do.REMOVE, (back, w, s, attempt_id)))
+                        ops.append(self._op(Do.PUSH, (there, w, s, attempt_id), END))
                 return tuple(ops)
             case SendOnStream(stream_id=stream_id, message=message):
                 reader, attempt_id = self._streams[stream_id]
@@ -818,6 +913,15 @@ class ProtocolWorld:
             case EndStream(stream_id=stream_id):
                 reader, attempt_id = self._streams[stream_id]
                 return (self._op(Do.STREAM, ("A", reader, w, attempt_id), END),)
+            case SendOnPrefixStream(stream_id=stream_id, message=message):
+                reader, attempt_id = self._streams[stream_id]
+                return (self._op(Do.STREAM, ("Q", reader, w, attempt_id), message),)
+            case EndPrefixStream(stream_id=stream_id):
+                reader, attempt_id = self._streams[stream_id]
+                return (self._op(Do.STREAM, ("Q", reader, w, attempt_id), END),)
+            case RecordFetch(outcome=outcome):
+                self.fetch_outcomes.add(outcome)
+                return ()
             case StartRead(read_id=read_id):
                 return (self._op(Do.PUSH, ("T", w, read_id), ("ok", effect)),)
             case _:
@@ -865,12 +969,22 @@ class ProtocolWorld:
 
     def _new_worker(self, w: int, incarnation: int) -> WorkerNode:
         key = self._key(w, incarnation)
-        handoffs = WorkerHandoffs(key=key, namespace=NAMESPACE, config=self._handoff_config)
+        handoffs = WorkerHandoffs(
+            key=key,
+            namespace=NAMESPACE,
+            config=self._handoff_config,
+            fetch=self._fetch_config,
+        )
         core: WorldCore
         if isinstance(self._core_config, HonestConfig):
             core = HonestCore(self._core_config)
         else:
-            core = ExploredCore(self._core_config)
+            is_warm = w in self.config.warm and incarnation == 0
+            core = ExploredCore(
+                self._core_config,
+                warm_core(self._core_config, self.config.requests[-1]) if is_warm else None,
+                has_block_ids=self.config.has_block_ids,
+            )
         return WorkerNode(key, handoffs, core)
 
     # -- names and numbers --
