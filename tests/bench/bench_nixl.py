@@ -2,7 +2,8 @@
 
 A source process serves its pool by NIXL and does nothing else; this process reads. Arms alternate within one
 run, as in bench_transport.py; prints a table, then JSON. Once over what UCX takes by itself and once
-over TCP.
+over TCP. Ratios are of time, and (`cpu`) of this process's CPU time, which other work on the machine
+does not change as much.
 
 bare    one thread, no event loop: post the READ (the same descriptors), ask until it is done
 hashed  the same, then XXH3-64 of each leaf: what a verified read costs
@@ -18,12 +19,13 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import uvloop
-from bench_transport import LAYOUTS, RUNS, SMOLLM2, alternate, ratio, read_all
+from bench_transport import LAYOUTS, RUNS, SMOLLM2, ratio, read_all
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -160,6 +162,22 @@ def arms(
     }
 
 
+async def alternate(
+    arms: dict[str, Callable[[], Awaitable[None]]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds and CPU seconds of each arm in each round, after one round of warming up."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(rounds + 1):
+        for name, arm in arms.items():
+            started, cpu_started = time.perf_counter(), time.process_time()
+            await arm()
+            if turn:
+                seconds[name].append(time.perf_counter() - started)
+                cpu_seconds[name].append(time.process_time() - cpu_started)
+    return seconds, cpu_seconds
+
+
 async def measure(
     source: Source, by: str, label: str, reads: list[KvRead], rounds: int
 ) -> dict[str, object]:
@@ -168,7 +186,7 @@ async def measure(
         peer = await transport.connect(source.region, timeout_s=10)
         bare = BareReader(source.region, pool, by)
         try:
-            seconds = await alternate(arms(bare, peer, reads), rounds)
+            seconds, cpu_seconds = await alternate(arms(bare, peer, reads), rounds)
         finally:
             bare.close()
     num_bytes = sum(read.num_bytes for read in reads)
@@ -179,6 +197,9 @@ async def measure(
         "gb_per_s": {name: round(num_bytes / value / 1e9, 2) for name, value in medians.items()},
         "ratios": {
             f"{arm}/{base}": round(ratio(seconds, arm, base), 3) for arm, base in RATIOS.items()
+        },
+        "cpu_ratios": {
+            f"{arm}/{base}": round(ratio(cpu_seconds, arm, base), 3) for arm, base in RATIOS.items()
         },
     }
 
@@ -216,11 +237,14 @@ def main() -> None:
             runner.run(serve(*options.serve))
             return
         rows = runner.run(run(options.rounds))
-    sys.stdout.write(f"{'case':12} {'transport':10} {'GB/s':58} ratios\n")
+    sys.stdout.write(f"{'case':12} {'transport':10} {'GB/s':50} ratios, cpu\n")
     for row in rows:
         speeds = "  ".join(f"{name} {value}" for name, value in row["gb_per_s"].items())
         ratios = "  ".join(f"{name} {value}" for name, value in row["ratios"].items())
-        sys.stdout.write(f"{row['case']:12} {row['transport']:10} {speeds:58} {ratios}\n")
+        cpu = "  ".join(f"{value}" for value in row["cpu_ratios"].values())
+        sys.stdout.write(
+            f"{row['case']:12} {row['transport']:10} {speeds:50} {ratios}  cpu {cpu}\n"
+        )
     machine = {
         "cpu_count": os.cpu_count(),
         "machine": platform.machine(),

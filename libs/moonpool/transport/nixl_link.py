@@ -304,8 +304,11 @@ class NixlLink:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._obey(self._pause_s)
-                self._look()
+                was_told = self._obey(self._pause_s)
+                if self._is_busy:
+                    self._look()
+                elif not was_told and self._agent is not None:
+                    self._agent.progress()
         finally:
             try:
                 if self._agent is not None:
@@ -313,21 +316,20 @@ class NixlLink:
             finally:
                 self._tell(self._on_over)
 
-    def _obey(self, timeout_s: float) -> None:
-        """Wait for a command, at most so long, and do all that are there."""
+    def _obey(self, timeout_s: float) -> bool:
+        """Wait for a command, at most so long, and do all that are there; False if none came."""
+        was_told = False
         try:
             self._inbox.get(timeout=timeout_s)()
+            was_told = True
             while not self._is_stopping:
                 self._inbox.get_nowait()()
         except queue.Empty:
-            return
+            pass
+        return was_told
 
     def _look(self) -> None:
         """Have bytes move, and end what is done."""
-        if not self._is_busy:
-            if self._agent is not None:
-                self._agent.progress()
-            return
         for remote in list(self._remotes.values()):
             self._advance(remote)
         now = time.monotonic()
