@@ -9,9 +9,16 @@ import pytest
 from moonpool.errors import InternalError
 from moonpool.telemetry import names
 from moonpool.wire.spans import AttributeValue, Span, SpanEvent
+from moonpool.wire.steps import StepRecord
 from moonpool_loadtest.experiments.lab import Answer
 from moonpool_loadtest.experiments.numbers import Distribution, Sample, quantile
 from moonpool_loadtest.experiments.overlap import read_handoff
+from moonpool_loadtest.experiments.receiving import (
+    Arrival,
+    covered_s,
+    split_by_arrivals,
+    steady_gaps,
+)
 from moonpool_loadtest.experiments.report import Finding
 
 MS = 1_000_000
@@ -129,3 +136,28 @@ def test_a_finding_is_judged_by_bar_and_aim(value: float, is_upper: bool, verdic
     assert finding.verdict == verdict
     assert finding.is_met is (verdict != "MISSED")
     assert Finding(what="other", value=value).verdict == ""
+
+
+def step(number: int, at_ms: int, num_tokens: int = 8) -> StepRecord:
+    return StepRecord(
+        step=number,
+        planned_unix_ns=0,
+        computed_unix_ns=at_ms * MS,
+        num_tokens=num_tokens,
+        forward_s=0.0,
+        logits_s=0.0,
+        sample_s=0.0,
+    )
+
+
+def test_gaps_while_receiving_are_those_of_steady_steps_within_which_a_read_was_under_way() -> None:
+    steps = [step(1, 0), step(2, 10), step(3, 25, 9), step(4, 40), step(5, 52), step(7, 70)]
+    steps += [step(8, 85), step(9, 200)]
+    gaps = steady_gaps(steps, num_tokens=8, start_ns=0, end_ns=100 * MS)
+    assert gaps == [(0, 10 * MS), (40 * MS, 52 * MS), (70 * MS, 85 * MS)]
+    arrivals = [
+        Arrival(started_unix_ns=start * MS, ended_unix_ns=end * MS, num_bytes=1)
+        for start, end in ((10, 40), (30, 41), (60, 62), (84, 90))
+    ]
+    assert split_by_arrivals(gaps, arrivals) == ([12.0, 15.0], [10.0])
+    assert covered_s(arrivals) == pytest.approx(0.039)
