@@ -3,13 +3,17 @@
 TRACE is a Mooncake trace (jsonl with `hash_ids`); divided by 32, each of its 512-token blocks is one block
 of 16 tokens, so that a hash id is a block. Its requests go round 8 workers; what a worker did not hold
 yet becomes one batch of events. Beside the index, with its table in C and in Python, stands the RadixTree
-of Dynamo's Python binding (extra `peers`); without it only ours is measured. Times are CPU seconds of the
-process, all threads: on a shared machine the wall clock counts the neighbours too. All arms take turns
-within one run, and ratios are medians over the rounds. Prints a table, then JSON.
+of Dynamo's Python binding (extra `peers`); without it only ours is measured. Arms take turns within one
+run. Two clocks, since neighbours on a shared machine get in between:
+
+wait    how long the caller waits, by the wall clock: each call's best of all rounds, averaged over the
+        calls. Each of Dynamo's trees lives in a thread of its own: its calls change threads twice.
+cpu     what the calls cost, in CPU time of all threads: the median of the rounds
+
+Prints a table, then JSON.
 
 insert       all batches of the trace into an empty index; Dynamo's arrive as the JSON that it takes
 match        all requests of the trace against the full index
-replay       both in the trace's order: match, then insert
 place        a prompt of 750 blocks (12k tokens) among 64 workers that hold, beside the whole trace:
   equal      all of it, each of them          steps      each 1/64 of it more than the one before
   usual      a common start of 64 blocks, eight of them half, one all           cold     nothing
@@ -34,9 +38,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from moonpool import native
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
@@ -70,13 +75,11 @@ class Query:
 class Arm(Protocol):
     """One index, empty when made, for workers 0 to 63."""
 
-    def insert(self, inserts: Sequence[Insert]) -> None: ...
+    def insert(self, insert: Insert) -> object: ...
 
-    def match(self, queries: Sequence[Query]) -> list[Mapping[Any, int]]:
-        """Per query: what each worker holds, as the arm says it."""
+    def match(self, query: Query) -> Mapping[Any, int]:
+        """What each worker holds, as the arm says it."""
         ...
-
-    def replay(self, queries: Sequence[Query], inserts: Sequence[Insert | None]) -> None: ...
 
     def by_worker(self, answer: Mapping[Any, int]) -> dict[int, int]:
         """The same with the workers' numbers."""
@@ -98,21 +101,11 @@ class OurArm:
     def bytes_per_block(self) -> float:
         return self._index.num_bytes / self._index.num_blocks
 
-    def insert(self, inserts: Sequence[Insert]) -> None:
-        apply, workers = self._index.apply, self._workers
-        for insert in inserts:
-            assert not apply(workers[insert.worker], insert.batch)
+    def insert(self, insert: Insert) -> bool:
+        return self._index.apply(self._workers[insert.worker], insert.batch)
 
-    def match(self, queries: Sequence[Query]) -> list[Mapping[Any, int]]:
-        match = self._index.match
-        return [match(query.keys) for query in queries]
-
-    def replay(self, queries: Sequence[Query], inserts: Sequence[Insert | None]) -> None:
-        apply, match, workers = self._index.apply, self._index.match, self._workers
-        for query, insert in zip(queries, inserts, strict=True):
-            match(query.keys)
-            if insert is not None:
-                apply(workers[insert.worker], insert.batch)
+    def match(self, query: Query) -> Mapping[WorkerKey, int]:
+        return self._index.match(query.keys)
 
     def by_worker(self, answer: Mapping[Any, int]) -> dict[int, int]:
         return {self._workers.index(worker): length for worker, length in answer.items()}
@@ -120,25 +113,16 @@ class OurArm:
 
 class DynamoArm:
     def __init__(self) -> None:
-        from dynamo.llm import RadixTree
+        from dynamo.llm import RadixTree  # type: ignore[import-not-found]  # the extra `peers`
 
         self._tree = RadixTree()
 
-    def insert(self, inserts: Sequence[Insert]) -> None:
-        apply = self._tree.apply_event
-        for insert in inserts:
-            apply(insert.worker, insert.dynamo_event)
+    def insert(self, insert: Insert) -> None:
+        self._tree.apply_event(insert.worker, insert.dynamo_event)
 
-    def match(self, queries: Sequence[Query]) -> list[Mapping[Any, int]]:
-        find = self._tree.find_matches
-        return [find(query.dynamo_hashes).scores for query in queries]
-
-    def replay(self, queries: Sequence[Query], inserts: Sequence[Insert | None]) -> None:
-        apply, find = self._tree.apply_event, self._tree.find_matches
-        for query, insert in zip(queries, inserts, strict=True):
-            _ = find(query.dynamo_hashes).scores
-            if insert is not None:
-                apply(insert.worker, insert.dynamo_event)
+    def match(self, query: Query) -> Mapping[Any, int]:
+        scores: Mapping[Any, int] = self._tree.find_matches(query.dynamo_hashes).scores
+        return scores
 
     def by_worker(self, answer: Mapping[Any, int]) -> dict[int, int]:
         return {
@@ -194,8 +178,8 @@ def query(chain: Sequence[BlockHash]) -> Query:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     queries: list[Query]
-    #: Per query: what its worker stores afterwards.
-    inserts: list[Insert | None]
+    #: What the workers store of them.
+    inserts: list[Insert]
     #: After those: what the workers store of the prompts that are placed.
     place_inserts: list[Insert]
     #: The prompt to place, by case.
@@ -210,9 +194,10 @@ def make_work(trace: Path) -> Work:
     hash_by_id = {number: block_hash(number) for number in {n for ids in requests for n in ids}}
     publishers = [Publisher(worker) for worker in range(NUM_PLACE_WORKERS)]
     chains = [[hash_by_id[number] for number in ids] for ids in requests]
-    inserts = [
+    stored = [
         publishers[place % NUM_TRACE_WORKERS].store(chain) for place, chain in enumerate(chains)
     ]
+    inserts = [insert for insert in stored if insert is not None]
     place_inserts: list[Insert | None] = []
     prompts: dict[str, Query] = {}
     for number, (case, lengths) in enumerate(held_lengths().items(), start=1):
@@ -226,7 +211,7 @@ def make_work(trace: Path) -> Work:
         inserts=inserts,
         place_inserts=[insert for insert in place_inserts if insert is not None],
         prompts=prompts,
-        num_stored=sum(insert.batch.num_keys for insert in inserts if insert is not None),
+        num_stored=sum(insert.batch.num_keys for insert in inserts),
         num_distinct=len(hash_by_id),
     )
 
@@ -245,31 +230,48 @@ def held_lengths() -> dict[str, list[int]]:
 # -- measuring --
 
 
-def seconds(work: Callable[[], object]) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    #: int64[n]: nanoseconds by the wall clock, per call.
+    wait_ns: npt.NDArray[np.int64]
+    #: Nanoseconds of CPU time per call, on average.
+    cpu_ns: float
+
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+
+def took(
+    call: Callable[[Argument], Result], arguments: Sequence[Argument]
+) -> tuple[Took, list[Result]]:
+    results: list[Result] = []
+    waits: list[int] = []
+    clock = time.perf_counter_ns
     gc.collect()
     gc.disable()
-    started = time.process_time()
-    work()
-    ended = time.process_time()
+    cpu = time.process_time_ns()
+    for argument in arguments:
+        started = clock()
+        result = call(argument)
+        waits.append(clock() - started)
+        results.append(result)
+    cpu = time.process_time_ns() - cpu
     gc.enable()
-    return ended - started
+    return Took(wait_ns=np.array(waits, np.int64), cpu_ns=cpu / len(arguments)), results
 
 
-def measure(make: Callable[[], Arm], work: Work) -> tuple[dict[str, float], list[dict[int, int]]]:
-    """Seconds per case; and all answers, to compare between arms."""
-    arm, other = make(), make()
-    inserts = [insert for insert in work.inserts if insert is not None]
-    answers: list[Mapping[Any, int]] = []
-    figures = {
-        "insert": seconds(lambda: arm.insert(inserts)),
-        "match": seconds(lambda: answers.extend(arm.match(work.queries))),
-        "replay": seconds(lambda: other.replay(work.queries, work.inserts)),
-    }
-    arm.insert(work.place_inserts)
+def measure(make: Callable[[], Arm], work: Work) -> tuple[dict[str, Took], list[dict[int, int]]]:
+    """By case; and all answers, to compare between arms."""
+    arm = make()
+    figures: dict[str, Took] = {}
+    figures["insert"], _ = took(arm.insert, work.inserts)
+    figures["match"], answers = took(arm.match, work.queries)
+    for insert in work.place_inserts:
+        arm.insert(insert)
     for case, prompt in work.prompts.items():
-        prompts = [prompt] * PLACE_REPEATS
-        answers += arm.match([prompt])
-        figures[f"place {case}"] = seconds(lambda: arm.match(prompts)) / PLACE_REPEATS  # noqa: B023
+        figures[f"place {case}"], same = took(arm.match, [prompt] * PLACE_REPEATS)
+        answers.append(same[0])
     return figures, [arm.by_worker(answer) for answer in answers]
 
 
@@ -286,10 +288,10 @@ def arms() -> dict[str, Callable[[], Arm]]:
 def run(trace: Path, num_rounds: int) -> dict[str, Any]:
     work = make_work(trace)
     makers = arms()
-    rounds: list[dict[str, dict[str, float]]] = []
+    rounds: list[dict[str, dict[str, Took]]] = []
     answers: dict[str, list[dict[int, int]]] = {}
     for _ in range(num_rounds):
-        one: dict[str, dict[str, float]] = {}
+        one: dict[str, dict[str, Took]] = {}
         for name, make in makers.items():
             one[name], answers[name] = measure(make, work)
         rounds.append(one)
@@ -297,17 +299,24 @@ def run(trace: Path, num_rounds: int) -> dict[str, Any]:
     for case in rounds[0]["native"]:
         row: dict[str, Any] = {"case": case}
         for name in makers:
-            row[f"{name}_s"] = statistics.median(one[name][case] for one in rounds)
+            times = [one[name][case] for one in rounds]
+            waits = np.minimum.reduce([time.wait_ns for time in times])
+            row[f"{name}_us"] = {
+                "wait": round(float(waits.mean()) / 1e3, 2),
+                "cpu": round(statistics.median(time.cpu_ns for time in times) / 1e3, 2),
+            }
         if "dynamo" in makers:
             for name in ("native", "python"):
-                ratios = [one["dynamo"][case] / one[name][case] for one in rounds]
-                row[f"dynamo_over_{name}"] = [
-                    round(value, 2)
-                    for value in (statistics.median(ratios), min(ratios), max(ratios))
-                ]
+                ratios = [one["dynamo"][case].cpu_ns / one[name][case].cpu_ns for one in rounds]
+                row[f"dynamo_over_{name}"] = {
+                    "wait": round(row["dynamo_us"]["wait"] / row[f"{name}_us"]["wait"], 2),
+                    "cpu": round(statistics.median(ratios), 2),
+                    "cpu_range": [round(min(ratios), 2), round(max(ratios), 2)],
+                }
         rows.append(row)
     index = OurArm(native.kernels().key_table())
-    index.insert([insert for insert in work.inserts if insert is not None])
+    for insert in work.inserts:
+        index.insert(insert)
     return {
         "trace": trace.name,
         "requests": len(work.queries),
@@ -348,19 +357,16 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if not native.status().is_compiled:
+        sys.exit(native.status().message)
     result = run(options.trace, options.rounds)
     for row in result["rows"]:
-        times = "  ".join(
-            f"{name[:-2]} {value * 1e6:12,.1f} us"
-            for name, value in row.items()
-            if name.endswith("_s")
-        )
-        ratios = "  ".join(
-            f"{name} {value[0]} [{value[1]} .. {value[2]}]"
-            for name, value in row.items()
-            if name.startswith("dynamo_over")
-        )
-        sys.stdout.write(f"{row['case']:12} {times}  {ratios}\n")
+        sys.stdout.write(f"{row['case']:12}")
+        for name, value in row.items():
+            if name != "case":
+                sys.stdout.write(f"  {name} {value['wait']} ({value['cpu']})")
+        sys.stdout.write("\n")
+    sys.stdout.write("microseconds a call and ratios: wait (cpu)\n")
     sys.stdout.write(json.dumps({"machine": machine(options.rounds), **result}) + "\n")
 
 

@@ -77,7 +77,6 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(max_held_batches=3, max_held_keys=14)
         self.num_lives = 0
         self.workers: dict[WorkerId, Worker] = {}
-        self.dead: list[WorkerKey] = []
         #: Per worker, the lives that the router was told of, in their order.
         self.joined: dict[WorkerId, list[WorkerKey]] = {worker_id: [] for worker_id in WORKER_IDS}
         self.link: list[Sent] = []
@@ -104,10 +103,11 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def clear(self, worker_id: WorkerId) -> None:
         self._worker(worker_id).cache.clear()
 
-    @rule(worker_id=worker_ids)
-    def restart(self, worker_id: WorkerId) -> None:
-        if worker_id in self.workers:
-            self.dead.append(self.workers.pop(worker_id).key)
+    @rule(worker_id=worker_ids, is_known_at_once=st.booleans())
+    def restart(self, worker_id: WorkerId, is_known_at_once: bool) -> None:
+        self.workers.pop(worker_id, None)
+        if is_known_at_once:
+            self.join(worker_id)
 
     # -- what they send --
 
