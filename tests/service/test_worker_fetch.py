@@ -177,7 +177,8 @@ async def test_a_holder_cannot_evict_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome"), [("flip", "damaged"), ("drop", "lost"), ("delay:20", "whole")]
+    ("fault", "outcome"),
+    [("flip", "damaged"), ("drop", "lost"), ("delay:20", "whole"), ("limit:100000", "whole")],
 )
 async def test_reads_that_suffer(tmp_path: Path, fault: str, outcome: str) -> None:
     async with fake_workers(tmp_path) as workers:
@@ -279,7 +280,22 @@ async def test_a_slow_peer_is_given_up_and_not_asked_again(tmp_path: Path, fault
         assert outcomes(reader) == {"slow": 1}
 
 
-async def test_two_readers_of_one_prefix_and_one_lock_at_a_time(tmp_path: Path) -> None:
+async def test_a_worker_that_computes_faster_asks_nobody(tmp_path: Path) -> None:
+    """Its engine takes microseconds, and by the third prompt it knows."""
+    async with fake_workers(tmp_path) as workers:
+        _, to_holder = await start(workers, "h0")
+        reader, to_reader = await start(workers, "r0", kv_peer_reads="auto")
+        peer = await warm(to_holder)
+        for n in range(5):
+            await warm(to_reader, make_request(f"w{n}", prompt=20 * (n + 1), max_tokens=1))
+        to_reader.decode(SECOND, peer=peer)
+        assert await to_reader.answer(SECOND) == expected_answer(SECOND)
+        assert outcomes(reader) == {}
+        first = await first_tokens(to_reader, SECOND)
+        assert (first.num_cached_tokens, first.num_peer_tokens) == (0, 0)
+
+
+async def test_requests_for_one_prefix_share_one_fetch(tmp_path: Path) -> None:
     async with fake_workers(tmp_path) as workers:
         _, to_holder = await start(workers, "h0")
         reader, to_reader = await start(workers, "r0", failpoints="fetch.read=delay:50")
