@@ -16,7 +16,9 @@
 #define MP_JOIN_(a, b) a##b
 #define MP_JOIN(a, b) MP_JOIN_(a, b)
 
-#if defined(__AVX512F__)
+/* Wider vectors than the machine's are taken apart by the compiler: so a variant is tried elsewhere. */
+#if defined(MP_VECTOR_BYTES)
+#elif defined(__AVX512F__)
 #define MP_VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define MP_VECTOR_BYTES 32
@@ -37,6 +39,7 @@ typedef words stored_words __attribute__((aligned(4), may_alias));
 typedef halves stored_halves __attribute__((aligned(2), may_alias));
 
 #define MP_INLINE static inline __attribute__((always_inline))
+
 /* Lanes of `v` in another order. */
 #if defined(__clang__)
 #define MP_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
