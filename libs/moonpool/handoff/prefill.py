@@ -36,10 +36,7 @@ never waits for a reader to take what was announced, and knows nothing of what t
 
 from __future__ import annotations
 
-import copy
-import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from moonpool.core.protocol import (
     Abort,
@@ -88,67 +85,9 @@ from moonpool.handoff.messages import (
     StreamId,
     Waiting,
 )
+from moonpool.handoff.prefill_handoff import ParkedOpen, PrefillHandoff, PrefillState
 from moonpool.ids import AttemptId, RequestId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
-
-
-class PrefillState(enum.StrEnum):
-    #: Sent to the core, which has not begun.
-    WAITING = "waiting"
-    #: Has its blocks; chunks are computed.
-    RUNNING = "running"
-    #: All KV is there, the first token is drawn.
-    DONE = "done"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Handoff:
-    """One attempt at one request."""
-
-    attempt_id: AttemptId
-    router: RouterKey
-    num_tokens: int
-    #: Position of the first token: len(emitted).
-    position: int
-    end_at: float
-    state: PrefillState = PrefillState.WAITING
-    stream_id: StreamId | None = None
-    #: None while it is WAITING.
-    announcement: Announcement | None = None
-    first_token: int | None = None
-    finish_reason: FinishReason | None = None
-    #: Of what was cached, how much this worker read from a peer; known when it is DONE.
-    num_peer_tokens: int = 0
-    #: Set while it is DONE and nobody reads it.
-    unclaimed_at: float | None = None
-    #: When the reader is next told that it waits, if it hears nothing else.
-    waiting_at: float = 0.0
-
-    def fork(self) -> _Handoff:
-        handoff = copy.copy(self)
-        handoff.announcement = self.announcement.fork() if self.announcement is not None else None
-        return handoff
-
-    def key(self) -> tuple[object, ...]:
-        return (
-            self.attempt_id,
-            self.router,
-            self.state,
-            self.stream_id,
-            self.announcement.key() if self.announcement is not None else None,
-            self.first_token,
-            self.finish_reason,
-            self.num_peer_tokens,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ParkedOpen:
-    """An Open whose Prefill has not come."""
-
-    attempt_id: AttemptId
-    stream_id: StreamId
-    reset_at: float
 
 
 class PrefillHandoffs:
@@ -163,8 +102,8 @@ class PrefillHandoffs:
         self._key = key
         self._namespace = namespace
         self._config = config
-        self._handoffs: dict[RequestId, _Handoff] = {}
-        self._parked: dict[RequestId, _ParkedOpen] = {}
+        self._handoffs: dict[RequestId, PrefillHandoff] = {}
+        self._parked: dict[RequestId, ParkedOpen] = {}
         #: Open streams, parked ones included, to the request that they belong to.
         self._request_by_stream: dict[StreamId, RequestId] = {}
         self._ended = EndedAttempts(config.remember_s)
@@ -278,7 +217,7 @@ class PrefillHandoffs:
                 streams[handoff.stream_id] = request_id
         assert streams == self._request_by_stream, (streams, self._request_by_stream)
 
-    def _validate_handoff(self, request_id: RequestId, handoff: _Handoff) -> None:
+    def _validate_handoff(self, request_id: RequestId, handoff: PrefillHandoff) -> None:
         assert handoff.attempt_id.request_id == request_id, handoff
         assert self._ended.reason(handoff.attempt_id) is None, handoff
         is_done = handoff.state is PrefillState.DONE
@@ -303,7 +242,7 @@ class PrefillHandoffs:
         if known is not None and known.attempt_id >= attempt_id:
             return
         self._drop_lower(attempt_id, now)
-        handoff = _Handoff(
+        handoff = PrefillHandoff(
             attempt_id=attempt_id,
             router=router,
             num_tokens=message.request.num_tokens,
@@ -377,7 +316,9 @@ class PrefillHandoffs:
         if step:
             self._tell_waiting(now)
 
-    def _on_prefill_started(self, handoff: _Handoff, reply: PrefillStarted, now: float) -> None:
+    def _on_prefill_started(
+        self, handoff: PrefillHandoff, reply: PrefillStarted, now: float
+    ) -> None:
         assert handoff.state is PrefillState.WAITING, handoff
         assert len(reply.block_ids) == self._config.num_blocks_for(handoff.num_tokens), reply
         handoff.state = PrefillState.RUNNING
@@ -388,7 +329,7 @@ class PrefillHandoffs:
         )
         self._announce(handoff, now)
 
-    def _on_prefill_done(self, handoff: _Handoff, reply: PrefillDone, now: float) -> None:
+    def _on_prefill_done(self, handoff: PrefillHandoff, reply: PrefillDone, now: float) -> None:
         assert handoff.state is PrefillState.RUNNING, handoff
         handoff.state = PrefillState.DONE
         handoff.first_token = reply.first_token
@@ -415,7 +356,7 @@ class PrefillHandoffs:
             self._commit(handoff)
 
     def _on_prefill_failed(
-        self, handoff: _Handoff, reason: HandBackReason | FinishReason, now: float
+        self, handoff: PrefillHandoff, reason: HandBackReason | FinishReason, now: float
     ) -> None:
         attempt_id = handoff.attempt_id
         if isinstance(reason, FinishReason):
@@ -458,7 +399,7 @@ class PrefillHandoffs:
         parked = self._parked.get(attempt_id.request_id)
         if parked is not None:
             self._unpark(parked, ResetReason.SUPERSEDED)
-        self._parked[attempt_id.request_id] = _ParkedOpen(
+        self._parked[attempt_id.request_id] = ParkedOpen(
             attempt_id=attempt_id,
             stream_id=event.stream_id,
             reset_at=now + self._config.park_s,
@@ -507,7 +448,7 @@ class PrefillHandoffs:
             self._command(Abort(attempt_id=handoff.attempt_id))
         self._forget(handoff, ResetReason.EXPIRED, now)
 
-    def _attach(self, handoff: _Handoff, stream_id: StreamId, now: float) -> None:
+    def _attach(self, handoff: PrefillHandoff, stream_id: StreamId, now: float) -> None:
         handoff.stream_id = stream_id
         handoff.unclaimed_at = None
         handoff.waiting_at = now + self._config.waiting_s
@@ -518,7 +459,7 @@ class PrefillHandoffs:
 
     # -- what the reader hears --
 
-    def _announce(self, handoff: _Handoff, now: float) -> None:
+    def _announce(self, handoff: PrefillHandoff, now: float) -> None:
         """Tell the reader, if there is one, all that it can read and was not told."""
         if handoff.stream_id is None or handoff.announcement is None:
             return
@@ -527,7 +468,7 @@ class PrefillHandoffs:
             handoff.waiting_at = now + self._config.waiting_s
             self._send(handoff, message)
 
-    def _commit(self, handoff: _Handoff) -> None:
+    def _commit(self, handoff: PrefillHandoff) -> None:
         assert handoff.first_token is not None, handoff
         assert handoff.announcement is not None, handoff
         self._send(
@@ -549,7 +490,7 @@ class PrefillHandoffs:
                 handoff.waiting_at = now + self._config.waiting_s
                 self._send(handoff, Waiting(attempt_id=handoff.attempt_id))
 
-    def _waiting(self) -> Iterator[_Handoff]:
+    def _waiting(self) -> Iterator[PrefillHandoff]:
         """Handoffs whose readers wait for more."""
         for handoff in self._handoffs.values():
             if handoff.stream_id is not None and handoff.state is not PrefillState.DONE:
@@ -557,25 +498,25 @@ class PrefillHandoffs:
 
     # -- ends --
 
-    def _drop(self, handoff: _Handoff, reason: ResetReason, now: float) -> None:
+    def _drop(self, handoff: PrefillHandoff, reason: ResetReason, now: float) -> None:
         """End an attempt that the core still works on or holds blocks for."""
         self._command(Abort(attempt_id=handoff.attempt_id))
         self._reset(handoff, reason)
         self._forget(handoff, reason, now)
 
-    def _forget(self, handoff: _Handoff, reason: ResetReason, now: float) -> None:
+    def _forget(self, handoff: PrefillHandoff, reason: ResetReason, now: float) -> None:
         assert handoff.stream_id is None, handoff
         del self._handoffs[handoff.attempt_id.request_id]
         self._ended.add(handoff.attempt_id, reason, now)
 
-    def _reset(self, handoff: _Handoff, reason: ResetReason) -> None:
+    def _reset(self, handoff: PrefillHandoff, reason: ResetReason) -> None:
         if handoff.stream_id is None:
             return
         self._send(handoff, Reset(attempt_id=handoff.attempt_id, reason=reason))
         self._end_stream(handoff.stream_id)
         handoff.stream_id = None
 
-    def _unpark(self, parked: _ParkedOpen, reason: ResetReason) -> None:
+    def _unpark(self, parked: ParkedOpen, reason: ResetReason) -> None:
         del self._parked[parked.attempt_id.request_id]
         message = Reset(attempt_id=parked.attempt_id, reason=reason)
         self._effects.append(SendOnStream(stream_id=parked.stream_id, message=message))
@@ -601,10 +542,12 @@ class PrefillHandoffs:
     def _command(self, command: Prefill | Abort | Release) -> None:
         self._effects.append(SendCommand(command=command))
 
-    def _to_router(self, handoff: _Handoff, message: TokensReady | Refused | HandedBack) -> None:
+    def _to_router(
+        self, handoff: PrefillHandoff, message: TokensReady | Refused | HandedBack
+    ) -> None:
         self._effects.append(SendToRouter(router=handoff.router, message=message))
 
-    def _send(self, handoff: _Handoff, message: SourceMessage) -> None:
+    def _send(self, handoff: PrefillHandoff, message: SourceMessage) -> None:
         assert handoff.stream_id is not None, handoff
         self._effects.append(SendOnStream(stream_id=handoff.stream_id, message=message))
 
