@@ -181,7 +181,7 @@ def test_a_whole_decision() -> None:
     assert terms(decision.decode, "ttft_here_s") == {"d1": 0.214, "d2": 0.212}
     assert terms(decision.decode, "interference_s") == {"d1": 0.204, "d2": 0.202}
     assert terms(decision.decode, "tpot_s") == {"d1": 0.015, "d2": 0.013}
-    assert terms(decision.decode, "tpot_with_chunks_s") == {"d1": 0.01704, "d2": 0.01502}
+    assert terms(decision.decode, "tpot_with_chunks_s") == {"d1": 0.015797, "d2": 0.013789}
     assert scores(decision.decode) == {"d1": 0.213, "d2": 0.213}
     assert decision.disagg is not None
     assert decision.disagg.reason is DisaggReason.REMOTE_IS_SOONER
@@ -281,10 +281,11 @@ def test_chunks_that_break_the_tpot_of_others_go_elsewhere() -> None:
         make_view("d", DECODE, num_requests=10, fits=FITS),
         make_view("p", PREFILL, queued=10_000, fits=FITS),
     ]
-    decision = place(views, make_query(1_000, expected=10))
+    config = RoutingConfig(expected_output_tokens=10)
+    decision = place(views, make_query(1_000), config=config)
     assert decision.disagg is not None
     assert decision.disagg.reason is DisaggReason.KEEPS_TPOT
-    decision = place(views, make_query(1_000, expected=1_000))
+    decision = place(views, make_query(1_000))
     assert decision.disagg is not None
     assert decision.disagg.reason is DisaggReason.LOCAL_IS_SOONER
 

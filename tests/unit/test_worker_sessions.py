@@ -18,9 +18,11 @@ from moonpool.handoff.events import HandoffEvent, RouterLost, RouterMessageRecei
 from moonpool.handoff.messages import AbortRequest, RouterKey, RouterMessage
 from moonpool.ids import AttemptId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.routing.worker_view import WorkerFits
 from moonpool.worker.load import Load
 from moonpool.worker.outbox import OutboxContent, Report, RouterOutbox
 from moonpool.worker.router_sessions import RouterSessions, SessionFrame
+from support.fleet import DECODE, PREFILL
 
 ATTEMPT = AttemptId(RequestId("r1"), 1)
 OTHER = AttemptId(RequestId("r2"), 4)
@@ -68,6 +70,7 @@ class World:
     def __init__(self, *, silence_s: float = 5.0) -> None:
         self.events: list[HandoffEvent] = []
         self.num_free = 10
+        self.fits: WorkerFits | None = None
         self.sessions = RouterSessions(
             load=self.load, handle=self.events.append, clock=SystemClock(), silence_s=silence_s
         )
@@ -78,7 +81,7 @@ class World:
         ledger = BlockLedger(
             num_total=10, num_free=self.num_free, num_cached=0, num_referenced=10 - self.num_free
         )
-        return Load(ledger=ledger)
+        return Load(ledger=ledger, fits=self.fits)
 
     async def serve(self, tasks: asyncio.TaskGroup) -> None:
         async for frame in self.sessions.serve("router-0", self._messages(), tasks):
@@ -94,6 +97,20 @@ class World:
 
 
 KEY = RouterKey("router-0/1")
+
+
+async def test_what_was_learnt_is_told_once_to_each_router() -> None:
+    world = World()
+    world.fits = WorkerFits(decode=DECODE)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(world.serve(tasks))
+        assert (await world.next_frame()).load.fits == WorkerFits(decode=DECODE)
+        world.sessions.report(KEY, tokens(0, 1), is_prefill_side=False)
+        assert (await world.next_frame()).load.fits is None
+        world.fits = WorkerFits(prefill=PREFILL, decode=DECODE)
+        world.sessions.report(KEY, tokens(1, 2), is_prefill_side=False)
+        assert (await world.next_frame()).load.fits == world.fits
+        world.messages.put_nowait(EOFError())
 
 
 async def test_a_session_lives_from_its_first_frame_to_router_lost() -> None:

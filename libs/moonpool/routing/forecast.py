@@ -13,7 +13,7 @@ and from it
     exposed_s       for a pair of workers: what a handoff adds after the token: its latency, and the part of
                     the transfer that no computing hides (the last layer at least)
     tpot_s          of a decode step with the request in it
-    chunked_tpot_s  the same, the request's chunks spread over the tokens that are expected meanwhile
+    chunked_tpot_s  the same, the request's chunks spread over the answers that run there
 
 Without any measured fit the costs are nominal: uncached tokens are the unit, seconds only a name, and
 nothing is known of interference.
@@ -48,10 +48,16 @@ class Forecast:
 
     Args:
         reads_from_peers: Whether the plan may be to fetch.
+        typical_output_tokens: How long the answers that run are expected to become.
     """
 
     def __init__(
-        self, table: FleetTable, query: PlacementQuery, *, reads_from_peers: bool = True
+        self,
+        table: FleetTable,
+        query: PlacementQuery,
+        *,
+        reads_from_peers: bool = True,
+        typical_output_tokens: int = 256,
     ) -> None:
         self.table = table
         self.query = query
@@ -91,9 +97,7 @@ class Forecast:
             + table.decode_per_request_s
             + table.decode_per_context_token_s * query.num_tokens
         )
-        self.chunked_tpot_s: FloatArray = self.tpot_s + self.interference_s / max(
-            query.num_expected_tokens, 1
-        )
+        self.chunked_tpot_s: FloatArray = self.tpot_s + self.interference_s / typical_output_tokens
         self.has_growth_room: BoolArray = (table.num_total_blocks == 0) | (
             num_blocks(table, query.num_tokens + query.num_expected_tokens)
             <= table.num_available_blocks

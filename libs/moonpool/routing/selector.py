@@ -67,6 +67,8 @@ class PlacementDecision:
     #: Costs are measured, and predictions are seconds; else uncached tokens are the unit.
     is_measured: bool
     num_tokens: int
+    #: The most that any one worker is believed to hold; blocks that may be reused, in tokens.
+    num_held_tokens: int = 0
     decode: Selection
     #: None if nobody can decode.
     disagg: DisaggDecision | None = None
@@ -94,7 +96,12 @@ class Selector:
 
     def place(self, table: FleetTable, query: PlacementQuery) -> PlacementDecision:
         """Decide; nothing is changed. Who has no room now may have some later."""
-        forecast = Forecast(table, query, reads_from_peers=self._config.reads_from_peers)
+        forecast = Forecast(
+            table,
+            query,
+            reads_from_peers=self._config.reads_from_peers,
+            typical_output_tokens=self._config.expected_output_tokens,
+        )
         decode_filters = filter_decode(table, query)
         prefill_filters = filter_prefill(table, query)
         remote_s = forecast.remote_s(filter_sources(table, prefill_filters, None) == 0)
@@ -171,6 +178,7 @@ class Selector:
             policy=self._config.policy,
             is_measured=forecast.table.is_measured,
             num_tokens=forecast.query.num_tokens,
+            num_held_tokens=int(forecast.num_cached_tokens.max(initial=0)),
             decode=decode,
             disagg=disagg,
             prefill=prefill,
