@@ -7,11 +7,11 @@ import random
 import pytest
 
 from moonpool.clock import ManualClock
-from moonpool.dispatch.effects import EndRequest, Usage
+from moonpool.dispatch.effects import EndRequest
 from moonpool.errors import InternalError, MoonpoolError, UnavailableError
 from moonpool.ids import RequestId
 from moonpool.inference.answer_text import AnswerText
-from moonpool.inference.generation import GenerationChunk, GenerationDone, GenerationEvent
+from moonpool.inference.generation import GenerationChunk, GenerationDone, GenerationEvent, Usage
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
@@ -58,7 +58,7 @@ def end(
     return EndRequest(
         request_id=RequestId("r"),
         finish_reason=finish_reason,
-        usage=Usage(num_prompt_tokens=1, num_output_tokens=3, num_cached_tokens=0),
+        usage=Usage(num_prompt_tokens=1, num_completion_tokens=3, num_cached_tokens=0),
         error=error,
         error_code=error.code if error else None,
     )

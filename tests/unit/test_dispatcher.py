@@ -24,7 +24,6 @@ from moonpool.dispatch.effects import (
     SendAbort,
     SendDecode,
     SendPrefill,
-    Usage,
 )
 from moonpool.dispatch.events import (
     DispatchEvent,
@@ -46,6 +45,7 @@ from moonpool.handoff.messages import (
     WorkerMessage,
 )
 from moonpool.ids import AttemptId, Incarnation, RequestId, WorkerId, WorkerKey
+from moonpool.inference.generation import Usage
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.latency.costs import PrefillCost
@@ -177,18 +177,23 @@ def ended(
     *,
     error_code: str | None = None,
     num_cached_tokens: int = 0,
+    num_peer_tokens: int = 0,
     num_attempts: int = 1,
     num_failures: int = 0,
 ) -> EndRequest:
     usage = Usage(
         num_prompt_tokens=10,
-        num_output_tokens=num_output_tokens,
+        num_completion_tokens=num_output_tokens,
         num_cached_tokens=num_cached_tokens,
-        num_attempts=num_attempts,
-        num_failures=num_failures,
+        num_peer_tokens=num_peer_tokens,
     )
     return EndRequest(
-        request_id=RequestId("a"), finish_reason=finish_reason, usage=usage, error_code=error_code
+        request_id=RequestId("a"),
+        finish_reason=finish_reason,
+        usage=usage,
+        num_attempts=num_attempts,
+        num_failures=num_failures,
+        error_code=error_code,
     )
 
 

@@ -75,16 +75,25 @@ def root(
         raise typer.Exit(EXIT_USAGE)
 
 
-@app.command()
+demo_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(demo_app, name="demo")
+
+DemoModelName = Annotated[
+    str, typer.Option("--model", help="A name that `pull` knows, a directory, or a .gguf file.")
+]
+DemoDtype = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
+DemoTransports = Annotated[
+    str | None, typer.Option("--transports", help="How KV is read, in order: shm,nixl,grpc.")
+]
+
+
+@demo_app.callback()
 def demo(
-    model: Annotated[
-        str, typer.Option(help="A name that `pull` knows, a directory, or a .gguf file.")
-    ] = "smollm2-135m",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    context: typer.Context,
+    model: DemoModelName = "smollm2-135m",
+    dtype: DemoDtype = "bfloat16",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 120,
-    transports: Annotated[
-        str | None, typer.Option(help="How KV is read, in order: shm,nixl,grpc.")
-    ] = None,
+    transports: DemoTransports = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> int:
@@ -92,16 +101,39 @@ def demo(
 
     Pulls the model if it is not here, starts a cluster on free ports, and leaves nothing running.
     """
-    from moonpool.cli.demo import DemoOptions, run_demo
+    if context.invoked_subcommand is not None:
+        return EXIT_OK
+    from moonpool.cli.demo import run_demo
+    from moonpool.cli.demo_cluster import DemoModel
 
-    return run_demo(
-        DemoOptions(
-            model=model,
-            dtype=dtype,
-            max_tokens=max_tokens,
-            transports=transports,
-            data_dir=data_dir,
-        ),
+    served = DemoModel(model=model, dtype=dtype, transports=transports, data_dir=data_dir)
+    return run_demo(served, max_tokens=max_tokens, is_json=as_json)
+
+
+@demo_app.command("prefix")
+def demo_prefix(
+    model: DemoModelName = "smollm2-135m",
+    dtype: DemoDtype = "bfloat16",
+    prefix_tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens of a document; a multiple of 16.")
+    ] = 6_144,
+    question_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a question.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Documents, one after another.")] = 3,
+    transports: DemoTransports = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Ask about a long document: computed, read from a peer, found.
+
+    What a first token takes when the document's KV lies in the worker's own pool, when another worker
+    holds it, and when nobody does.
+    """
+    from moonpool.cli.demo_cluster import DemoModel
+    from moonpool.cli.demo_prefix import PrefixPlan, run_demo_prefix
+
+    return run_demo_prefix(
+        DemoModel(model=model, dtype=dtype, transports=transports, data_dir=data_dir),
+        PrefixPlan(prefix_tokens=prefix_tokens, question_tokens=question_tokens, num_rounds=rounds),
         is_json=as_json,
     )
 

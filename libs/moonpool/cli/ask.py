@@ -14,6 +14,7 @@ from moonpool.inference.generation import (
     GenerationChunk,
     GenerationDone,
     GenerationRequest,
+    Prompt,
     SamplingOptions,
 )
 from moonpool.rpc.channel import open_channel
@@ -44,12 +45,32 @@ async def ask(
     on_text: Callable[[str], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Reply:
+    """Stream the answer to a conversation: see `ask_prompt`."""
+    return await ask_prompt(
+        ChatPrompt(messages=tuple(messages)),
+        options,
+        address=address,
+        api_key=api_key,
+        on_text=on_text,
+        clock=clock,
+    )
+
+
+async def ask_prompt(
+    prompt: Prompt,
+    options: SamplingOptions,
+    *,
+    address: str,
+    api_key: str | None,
+    on_text: Callable[[str], None] = lambda _text: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Reply:
     """Stream one answer; `on_text` gets each piece as it comes. Cancelling ends the request.
 
     Raises:
         MoonpoolError: What the router or the transport says.
     """
-    request = GenerationRequest(prompt=ChatPrompt(messages=tuple(messages)), options=options)
+    request = GenerationRequest(prompt=prompt, options=options)
     text: list[str] = []
     times: list[float] = []
     async with open_channel(address) as channel:

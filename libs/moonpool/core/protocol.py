@@ -37,9 +37,10 @@ A command about an unknown or ended attempt is ignored: commands and frames cros
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.ids import AttemptId, BlockHash, BlockId
+from moonpool.inference.cached_tokens import CachedTokens
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.events import CacheEvent
@@ -329,10 +330,23 @@ class TokensReady:
 
     attempt_id: AttemptId
     run: TokenRun
-    #: In the first run of an attempt: how many tokens of prompt + emitted were not computed here.
+    #: In the first run of an attempt, and in the first one after it has become less: how many tokens
+    #: of prompt + emitted were not computed here.
     num_cached_tokens: int | None = None
-    #: Of those, how many were read from a peer for this attempt; 0 with a source.
+    #: Of those, how many were read from a peer for this attempt.
     num_peer_tokens: int = 0
+
+    @property
+    def cached(self) -> CachedTokens | None:
+        """Both numbers as the prefix that they are."""
+        if self.num_cached_tokens is None:
+            return None
+        return CachedTokens(num_tokens=self.num_cached_tokens, num_peer_tokens=self.num_peer_tokens)
+
+    def joined(self, later: TokensReady) -> TokensReady:
+        """This and the next one of the same attempt and choice, as one."""
+        newest = self if later.num_cached_tokens is None else later
+        return replace(newest, run=self.run.joined(later.run))
 
 
 Reply = (

@@ -58,7 +58,6 @@ from moonpool.dispatch.effects import (
     Placed,
     Placement,
     SendAbort,
-    Usage,
 )
 from moonpool.dispatch.events import (
     DispatchEvent,
@@ -87,6 +86,8 @@ from moonpool.errors import (
 )
 from moonpool.handoff.messages import AbortRequest
 from moonpool.ids import RequestId, WorkerKey
+from moonpool.inference.cached_tokens import CachedTokens
+from moonpool.inference.generation import Usage
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import Age
 
@@ -304,9 +305,8 @@ class Dispatcher:
             if run.finish_reason is not None and run.end_position < num_emitted:
                 self._on_diverged(request, run, now)
                 return
-        if request.num_cached_tokens is None and reply.num_cached_tokens is not None:
-            num_prompt_tokens = len(request.request.prompt_token_ids)
-            request.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
+        if reply.cached is not None:
+            request.note_cached(reply.cached)
         self._begin_running(request)
         if key == placed.decode and not placed.has_decode_begun:
             request.placed = replace(placed, has_decode_begun=True)
@@ -361,7 +361,12 @@ class Dispatcher:
         else:
             self._fleet.refused(key, reason, now)
         self._note_ended(request, key)
-        self._leave(request, f"{key.worker_id} refused: {reason}")
+        assert request.placed is not None
+        # The prefill worker refuses before it computes, but not before the decode worker refuses.
+        may_have_computed = request.placed.prefill not in (None, key)
+        self._leave(
+            request, f"{key.worker_id} refused: {reason}", may_have_computed=may_have_computed
+        )
 
     def _on_handed_back(
         self, request: RequestRecord, key: WorkerKey, reason: HandBackReason, now: float
@@ -385,7 +390,7 @@ class Dispatcher:
                         request.lost_sources |= {placed.prefill}
                 self._fail_attempt(request, outcome)
                 return
-        self._leave(request, outcome)
+        self._leave(request, outcome, may_have_computed=reason is not HandBackReason.SOURCE_REFUSED)
 
     def _on_worker_lost(self, key: WorkerKey, now: float) -> None:
         self._fleet.lose(key)
@@ -451,6 +456,7 @@ class Dispatcher:
         self._queue.remove(value.age)
         target = self._placer.begin(request.request_id, decision)
         request.attempt += 1
+        request.num_held_tokens = decision.num_held_tokens
         request.state = DispatchState.PLACED
         request.placed = OnWorkers(decode=target.decode, prefill=target.prefill)
         placement = Placement(
@@ -498,8 +504,12 @@ class Dispatcher:
         else:
             self._leave(request, outcome)
 
-    def _leave(self, request: RequestRecord, outcome: str) -> None:
+    def _leave(
+        self, request: RequestRecord, outcome: str, *, may_have_computed: bool = True
+    ) -> None:
         """The attempt is over, the request is not."""
+        if may_have_computed and request.state is DispatchState.PLACED:
+            request.note_silent_end()
         self._abort(request)
         request.outcome = outcome
         if request.attempt >= self._config.max_attempts:
@@ -549,18 +559,20 @@ class Dispatcher:
         finish_reason: FinishReason | None,
         error: MoonpoolError | None,
     ) -> None:
+        cached = request.cached or CachedTokens(num_tokens=0)
         usage = Usage(
             num_prompt_tokens=len(request.request.prompt_token_ids),
-            num_output_tokens=len(request.emitted),
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_attempts=request.attempt,
-            num_failures=request.num_failures,
+            num_completion_tokens=len(request.emitted),
+            num_cached_tokens=cached.num_tokens,
+            num_peer_tokens=cached.num_peer_tokens,
         )
         self._effects.append(
             EndRequest(
                 request_id=request.request_id,
                 finish_reason=finish_reason,
                 usage=usage,
+                num_attempts=request.attempt,
+                num_failures=request.num_failures,
                 error_code=error.code if error is not None else None,
                 error=error,
             )

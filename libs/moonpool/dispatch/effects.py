@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from moonpool.errors import MoonpoolError
 from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillRequest
 from moonpool.ids import RequestId, WorkerKey
+from moonpool.inference.generation import Usage
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.routing.disagg_decider import DisaggDecision
 from moonpool.routing.selection import Selection
@@ -32,19 +33,6 @@ class SendAbort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What the answer cost, for the client and the books."""
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-    #: Prompt tokens that no worker had to compute, as the first attempt that drew a token saw it.
-    num_cached_tokens: int = 0
-    #: Placements, refused ones included.
-    num_attempts: int = 0
-    num_failures: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EmitTokens:
     """New tokens for the client: consecutive, each position exactly once.
 
@@ -63,6 +51,9 @@ class EndRequest:
     #: Set if it ended well.
     finish_reason: FinishReason | None
     usage: Usage
+    #: Placements, refused ones included.
+    num_attempts: int = 0
+    num_failures: int = 0
     #: The error's code if it did not; None otherwise.
     error_code: str | None = None
     #: The error itself, to raise or to map to a status.

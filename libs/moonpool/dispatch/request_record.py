@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field, replace
 
 from moonpool.ids import AttemptId, RequestId, WorkerKey
+from moonpool.inference.cached_tokens import CachedTokens
 from moonpool.inference.request import InferenceRequest
 
 
@@ -54,7 +55,12 @@ class RequestRecord:
     unfit: frozenset[WorkerKey] = frozenset()
     #: Prefill workers that vanished in the middle of a handoff of this request.
     lost_sources: frozenset[WorkerKey] = frozenset()
-    num_cached_tokens: int | None = None
+    #: What no attempt that drew a token had to compute; None before the first one that said so.
+    cached: CachedTokens | None = None
+    #: What any worker held when the current attempt was placed.
+    num_held_tokens: int = 0
+    #: Bound of `cached`: beyond it, an attempt that ended in silence may have computed; None: no bound.
+    num_credible_tokens: int | None = None
     #: Why the last attempt ended.
     outcome: str = ""
 
@@ -65,6 +71,25 @@ class RequestRecord:
     @property
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.request.request_id, self.attempt)
+
+    def note_cached(self, cached: CachedTokens) -> None:
+        """An attempt says what it did not have to compute.
+
+        What one attempt found and another one computed was computed, so the least of them counts.
+        """
+        cached = cached.within(len(self.request.prompt_token_ids))
+        if self.num_credible_tokens is not None:
+            cached = cached.within(self.num_credible_tokens)
+        if self.cached is None or cached.num_tokens < self.cached.num_tokens:
+            self.cached = cached
+
+    def note_silent_end(self) -> None:
+        """The current attempt, which was not refused, ends without a word of what it found cached.
+
+        What the next one finds beyond what was held before may be this one's work.
+        """
+        if self.num_credible_tokens is None or self.num_held_tokens < self.num_credible_tokens:
+            self.num_credible_tokens = self.num_held_tokens
 
     def fork(self) -> RequestRecord:
         """An independent copy, for exploration."""
@@ -81,5 +106,7 @@ class RequestRecord:
             self.num_deaths,
             tuple(sorted(self.unfit)),
             tuple(sorted(self.lost_sources)),
-            self.num_cached_tokens,
+            self.cached,
+            self.num_held_tokens,
+            self.num_credible_tokens,
         )

@@ -103,6 +103,7 @@ from moonpool.handoff.messages import (
     WorkerMessage,
 )
 from moonpool.ids import AttemptId, RequestId, WorkerKey
+from moonpool.inference.cached_tokens import CachedTokens
 from moonpool.inference.output import FinishReason
 
 #: Resets after which the router has been or will be told by the source: not worth a repair.
@@ -363,11 +364,14 @@ class DecodeHandoffs:
         assert handoff.state is DecodeState.RUNNING, handoff
         if reply.num_cached_tokens is not None and handoff.num_source_cached_tokens is not None:
             # Read KV was not computed here, but the source may have computed it for this request.
-            num_cached_tokens = min(reply.num_cached_tokens, handoff.num_source_cached_tokens)
+            cached = CachedTokens(
+                num_tokens=handoff.num_source_cached_tokens,
+                num_peer_tokens=handoff.num_source_peer_tokens,
+            ).within(reply.num_cached_tokens)
             reply = replace(
                 reply,
-                num_cached_tokens=num_cached_tokens,
-                num_peer_tokens=min(num_cached_tokens, handoff.num_source_peer_tokens),
+                num_cached_tokens=cached.num_tokens,
+                num_peer_tokens=cached.num_peer_tokens,
             )
         self._to_router(handoff, reply)
         if reply.run.finish_reason is not None:

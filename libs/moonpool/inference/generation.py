@@ -88,11 +88,23 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
+    """What an answer cost."""
+
     num_prompt_tokens: int
     #: Tokens drawn for the answer, the one that ended it included.
     num_completion_tokens: int
-    #: Prompt tokens whose KV was not computed for this request.
+    #: Prompt tokens whose KV was not computed for this request, by any of its attempts.
     num_cached_tokens: int
+    #: Of those, how many a worker read from another one that held them; the rest it held itself.
+    num_peer_tokens: int = 0
+
+    @property
+    def num_cached_tokens_by_source(self) -> dict[str, int]:
+        """Sums to `num_cached_tokens`. Every source there is has its key."""
+        return {
+            "device": self.num_cached_tokens - self.num_peer_tokens,
+            "peer": self.num_peer_tokens,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,9 +100,10 @@ class RequestState:
     num_tokens: int
     #: KV of [0, n) is written, or will be by the plan in flight: advances when planned.
     num_computed_tokens: int = 0
-    #: Tokens of prompt + emitted that were not computed here; meaningful once it runs.
+    #: Tokens of prompt + emitted that were not computed here; meaningful once it runs. Less after a
+    #: preemption, if blocks that were found at first had to be computed then.
     num_cached_tokens: int = 0
-    #: `num_cached_tokens` has gone out with the first tokens.
+    #: `num_cached_tokens` has gone out with tokens.
     is_cached_reported: bool = False
 
     #: Leading tokens that a peer is believed to hold, in full blocks, short of the last known token;
@@ -245,6 +246,14 @@ class RequestState:
     def prefix_hashes(self) -> list[BlockHash]:
         """What may be matched: all but the last known token, whose logits are wanted."""
         return self.block_hashes[: self.num_matchable_blocks]
+
+    def note_cached(self, num_computed_tokens: int) -> None:
+        """It begins, or begins again, with KV of so many tokens found."""
+        if self.status is RequestStatus.WAITING:
+            self.num_cached_tokens = num_computed_tokens
+        elif num_computed_tokens < self.num_cached_tokens:
+            self.num_cached_tokens = num_computed_tokens
+            self.is_cached_reported = False
 
     def attach(self, block_ids: Sequence[BlockId]) -> None:
         """Append blocks on which the caller took a reference for this request."""

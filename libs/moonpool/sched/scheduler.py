@@ -460,8 +460,7 @@ class Scheduler:
                 return _Turn.NO_BLOCKS
         self._waiting.remove(state)
         self._take_blocks(state, prefix)
-        if state.status is RequestStatus.WAITING:
-            state.num_cached_tokens = state.num_computed_tokens
+        state.note_cached(state.num_computed_tokens)
         if self._has_to_fetch(state, prefix):
             self._begin_fetch(state)
             out.fetching.append(state)

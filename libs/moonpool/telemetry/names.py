@@ -88,11 +88,33 @@ STAGE = _histogram(
     _STAGE_S, "stage",
 )  # fmt: skip
 PROMPT_TOKENS = _counter(
-    "moonpool_prompt_tokens_total", "Prompt tokens of requests that ended.", "model"
+    "moonpool_prompt_tokens_total",
+    "Prompt tokens of requests that drew a token and ended.",
+    "model",
 )
 GENERATION_TOKENS = _counter("moonpool_generation_tokens_total", "Tokens sent to clients.", "model")
 CACHED_TOKENS = _counter(
-    "moonpool_actual_hit_tokens_total", "Prompt tokens that no worker had to compute.", "model"
+    "moonpool_actual_hit_tokens_total",
+    "Prompt tokens that no worker had to compute, by where their KV lay: device, peer.",
+    "model", "source",
+)  # fmt: skip
+PREDICTED_HIT_TOKENS = _counter(
+    "moonpool_predicted_hit_tokens_total", "Prompt tokens that placement expected to find.", "model"
+)
+MISSED_TOKENS = _counter(
+    "moonpool_missed_tokens_total",
+    "Prompt tokens in full blocks that were computed: cold, evicted, routed_away, too_slow.",
+    "model", "reason",
+)  # fmt: skip
+RECOMPUTED_HELD_TOKENS = _counter(
+    "moonpool_recomputed_held_tokens_total",
+    "Of the missed ones, those that a worker held all the while: routed_away, too_slow.",
+    "model", "reason",
+)  # fmt: skip
+CEILING_HIT_TOKENS = _counter(
+    "moonpool_ceiling_hit_tokens_total",
+    "Prompt tokens that a cache that never forgets would have found.",
+    "model",
 )
 ROUTE_DECISIONS = _counter(
     "moonpool_route_decisions_total", "Placements: local or remote prefill, and why.", "reason"
@@ -217,6 +239,7 @@ ATTR_BYTES = "moonpool.kv.bytes"
 ATTR_BACKEND = "moonpool.kv.backend"
 ATTR_REASON = "moonpool.reason"
 ATTR_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ATTR_PEER_TOKENS = "moonpool.usage.peer_tokens"
 ATTR_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 ATTR_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 ATTR_MODEL = "gen_ai.request.model"

@@ -145,7 +145,12 @@ def source_message_from_pb(message: pb.FromPrefill, attempt_id: AttemptId) -> So
                 position=_num_tokens(commit.first_position, "commit.first_position"),
                 finish_reason=finish_reason_from_pb(commit.finish_reason, "commit.finish_reason"),
                 num_cached_tokens=_num_tokens(commit.num_cached_tokens, "commit.num_cached_tokens"),
-                num_peer_tokens=_num_tokens(commit.num_peer_tokens, "commit.num_peer_tokens"),
+                num_peer_tokens=between(
+                    commit.num_peer_tokens,
+                    "commit.num_peer_tokens",
+                    low=0,
+                    high=commit.num_cached_tokens,
+                ),
             )
         case "failed":
             return CommitFailed(

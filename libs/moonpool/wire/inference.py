@@ -106,6 +106,7 @@ def generation_event_to_pb(event: GenerationEvent) -> pb.GenerateReply:
                         prompt_tokens=event.usage.num_prompt_tokens,
                         completion_tokens=event.usage.num_completion_tokens,
                         cached_tokens=event.usage.num_cached_tokens,
+                        cached_tokens_by_source=event.usage.num_cached_tokens_by_source,
                     ),
                     timing=pb.Timing(
                         ttft_ms=event.timing.ttft_ms, ttft_parts_ms=event.timing.ttft_parts_ms
@@ -146,6 +147,9 @@ def generation_event_from_pb(message: pb.GenerateReply) -> GenerationEvent:
                 num_prompt_tokens=done.usage.prompt_tokens,
                 num_completion_tokens=done.usage.completion_tokens,
                 num_cached_tokens=done.usage.cached_tokens,
+                num_peer_tokens=min(
+                    done.usage.cached_tokens_by_source.get("peer", 0), done.usage.cached_tokens
+                ),
             ),
             timing=Timing(
                 ttft_ms=done.timing.ttft_ms, ttft_parts_ms=dict(done.timing.ttft_parts_ms)

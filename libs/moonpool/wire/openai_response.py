@@ -30,11 +30,20 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class UsageExtension(msgspec.Struct, kw_only=True):
+    """What OpenAI's usage has no word for."""
+
+    #: Sums to prompt_tokens_details.cached_tokens: "device", the pool of the worker that prefilled;
+    #: "peer", read from another worker.
+    cached_tokens_by_source: Mapping[str, int]
+
+
 class UsageFields(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    moonpool: UsageExtension
 
 
 class TimingFields(msgspec.Struct, kw_only=True):
@@ -260,6 +269,7 @@ def usage_fields(usage: Usage) -> UsageFields:
         completion_tokens=usage.num_completion_tokens,
         total_tokens=usage.num_prompt_tokens + usage.num_completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.num_cached_tokens),
+        moonpool=UsageExtension(cached_tokens_by_source=usage.num_cached_tokens_by_source),
     )
 
 

@@ -58,6 +58,8 @@ class WorkerHello:
     max_num_batched_tokens: int
     grpc_address: str
     version: str
+    #: Which cached block goes first; empty if it does not say.
+    kv_eviction_policy: str = ""
 
 
 class LoadValues(Protocol):
@@ -168,6 +170,7 @@ def worker_hello_to_pb(hello: WorkerHello) -> pb.WorkerHello:
         max_num_batched_tokens=hello.max_num_batched_tokens,
         grpc_address=hello.grpc_address,
         version=hello.version,
+        kv_eviction_policy=hello.kv_eviction_policy,
     )
 
 
@@ -193,6 +196,7 @@ def worker_hello_from_pb(message: pb.WorkerHello) -> WorkerHello:
         ),
         grpc_address=name(message.grpc_address, "grpc_address"),
         version=text(message.version, "version", max_length=64),
+        kv_eviction_policy=text(message.kv_eviction_policy, "kv_eviction_policy", max_length=64),
     )
 
 

@@ -55,7 +55,7 @@ def _merged_replies(older: Iterable[Reply], newer: Iterable[Reply]) -> tuple[Rep
             if index is not None:
                 earlier = replies[index]
                 assert isinstance(earlier, TokensReady), earlier
-                replies[index] = replace(earlier, run=earlier.run.joined(reply.run))
+                replies[index] = earlier.joined(reply)
                 continue
         replies.append(reply)
     return tuple(replies)

@@ -7,7 +7,7 @@ frame tokens come before the end of their attempt, whatever the order of the lis
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moonpool.core.protocol import HandedBack, Refused, TokensReady
 from moonpool.handoff.messages import WorkerMessage
@@ -57,7 +57,7 @@ class RouterOutbox:
         if report is not None:
             earlier = report.message
             assert isinstance(earlier, TokensReady), earlier
-            message = replace(earlier, run=earlier.run.joined(message.run))
+            message = earlier.joined(message)
         self._tokens[key] = Report(message=message, is_prefill_side=is_prefill_side)
 
     def take(self) -> OutboxContent:

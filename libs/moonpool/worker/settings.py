@@ -111,6 +111,7 @@ def worker_hello(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         grpc_address=address,
         version=__version__,
+        kv_eviction_policy=settings.kv_eviction_policy,
     )
 
 

@@ -1,4 +1,4 @@
-"""RouterAdmin over gRPC: what `moonpool status`, `moonpool trace` and `moonpool explain` ask."""
+"""RouterAdmin over gRPC: what `moonpool status`, `trace`, `explain` and `cache stats` ask."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moonpool.errors import NotFoundError
 from moonpool.ids import RequestId
 from moonpool.telemetry.spans import TraceRing
 from moonpool.wire.admin import RouterSnapshot, router_snapshot_to_pb, trace_to_pb
+from moonpool.wire.cache_stats import CacheStats, cache_stats_to_pb
 from moonpool.wire.explain import explanation_to_pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["RouterAdmin"].full_name
@@ -32,11 +33,13 @@ class AdminDoor(admin_pb2_grpc.RouterAdminServicer):
         traces: TraceRing,
         *,
         placements: Callable[[RequestId], tuple[Placement, ...]],
+        cache_stats: Callable[[], CacheStats],
         now: Callable[[], float],
     ) -> None:
         self._snapshot = snapshot
         self._traces = traces
         self._placements = placements
+        self._cache_stats = cache_stats
         self._now = now
 
     async def Status(  # noqa: N802 - the name is the protocol's
@@ -67,3 +70,8 @@ class AdminDoor(admin_pb2_grpc.RouterAdminServicer):
                 param="request_id",
             )
         return explanation_to_pb(request.request_id, placements, now=self._now())
+
+    async def CacheStats(  # noqa: N802 - the name is the protocol's
+        self, request: pb.CacheStatsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CacheStatsReply:
+        return cache_stats_to_pb(self._cache_stats())

@@ -19,7 +19,6 @@ from moonpool.inference.generation import (
     GenerationDone,
     GenerationEvent,
     PlacementSummary,
-    Usage,
 )
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
@@ -200,11 +199,7 @@ class Answer:
             request_id=self.request_id,
             model=self.request.model,
             finish_reason=finish_reason,
-            usage=Usage(
-                num_prompt_tokens=end.usage.num_prompt_tokens,
-                num_completion_tokens=self._text.num_tokens,
-                num_cached_tokens=end.usage.num_cached_tokens,
-            ),
+            usage=replace(end.usage, num_completion_tokens=self._text.num_tokens),
             timing=split_ttft(self._moments),
             placement=self._summary(),
         )

@@ -53,8 +53,9 @@ class AnswerTrace:
             {
                 names.ATTR_REQUEST_ID: end.request_id,
                 names.ATTR_INPUT_TOKENS: end.usage.num_prompt_tokens,
-                names.ATTR_OUTPUT_TOKENS: end.usage.num_output_tokens,
+                names.ATTR_OUTPUT_TOKENS: end.usage.num_completion_tokens,
                 names.ATTR_CACHED_TOKENS: end.usage.num_cached_tokens,
+                names.ATTR_PEER_TOKENS: end.usage.num_peer_tokens,
             }
         )
         if end.error_code is not None:

@@ -27,8 +27,10 @@ from moonpool.dispatch.config import DispatchConfig
 from moonpool.dispatch.dispatcher import Dispatcher
 from moonpool.dispatch.index_follower import IndexFollower
 from moonpool.dispatch.membership import Membership, MembershipConfig
+from moonpool.dispatch.reuse_books import ReuseBooks
 from moonpool.errors import UnavailableError
 from moonpool.failpoints import Failpoints
+from moonpool.kv.asked_keys import AskedKeys
 from moonpool.kv.prefix_index import PrefixIndex
 from moonpool.routing.prefix_matcher import PrefixMatcher
 from moonpool.rpc.options import PUBLIC_MESSAGE_BYTES
@@ -41,11 +43,13 @@ from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.otlp import OtlpExport
 from moonpool.telemetry.spans import Span, Tracer, TraceRing
 from moonpool.wire.admin import RouterSnapshot, WorkerSnapshot
+from moonpool.wire.cache_stats import CacheStats
 from moonpool.wire.worker import RouterHello
 from moonpool_router import admin_door, inference_door
 from moonpool_router.admin_door import AdminDoor
 from moonpool_router.books import ROUTER_METRICS, FleetCounts, RouterBooks
 from moonpool_router.bus_listener import BusListener
+from moonpool_router.cache_stats import cache_stats
 from moonpool_router.compatibility import Compatibility
 from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.http_door import HttpDoor, HttpSettings
@@ -131,6 +135,7 @@ class RouterService:
         feed = self._feed = IndexFeed(
             follower,
             matcher,
+            ReuseBooks(AskedKeys(native.kernels().key_table())),
             bus=self._bus,
             subjects=subjects,
             key=secret.rpc_key,
@@ -153,6 +158,7 @@ class RouterService:
         pipeline = self._pipeline = RequestPipeline(
             model,
             loop,
+            feed,
             limits=PipelineLimits(
                 request_timeout_s=config.router.request_timeout_s,
                 queue_timeout_s=config.router.queue_timeout_s,
@@ -260,6 +266,7 @@ class RouterService:
                 self._snapshot,
                 traces,
                 placements=self._loop.placements,
+                cache_stats=self._cache_stats,
                 now=self._clock.now,
             ),
             admin_door.SERVICE,
@@ -319,6 +326,18 @@ class RouterService:
         if self._loop is None:
             return "The router is starting."
         return "The router is draining." if self._is_draining else self._loop.missing()
+
+    def _cache_stats(self) -> CacheStats:
+        assert self._loop is not None
+        assert self._model is not None
+        assert self._feed is not None
+        return cache_stats(
+            self._feed.reuse,
+            self._feed.index,
+            self._loop,
+            router_id=self._config.router_id,
+            model=self._model.facts.name,
+        )
 
     def _snapshot(self) -> RouterSnapshot:
         assert self._loop is not None

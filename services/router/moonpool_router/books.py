@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moonpool.dispatch.effects import Placement
+from moonpool.dispatch.reuse_books import ReuseCounts
 from moonpool.errors import MoonpoolError
 from moonpool.inference.generation import GenerationDone
 from moonpool.telemetry import names
@@ -31,6 +32,10 @@ ROUTER_METRICS: tuple[Metric, ...] = (
     names.PROMPT_TOKENS,
     names.GENERATION_TOKENS,
     names.CACHED_TOKENS,
+    names.PREDICTED_HIT_TOKENS,
+    names.CEILING_HIT_TOKENS,
+    names.MISSED_TOKENS,
+    names.RECOMPUTED_HELD_TOKENS,
     names.ROUTE_DECISIONS,
     names.MIGRATIONS,
     names.RETRIES,
@@ -97,8 +102,21 @@ class RouterBooks:
         metrics.observe(names.TTFT, done.timing.ttft_ms / 1_000, model=model)
         for stage, part_ms in done.timing.ttft_parts_ms.items():
             metrics.observe(names.STAGE, part_ms / 1_000, stage=stage)
-        metrics.count(names.PROMPT_TOKENS, done.usage.num_prompt_tokens, model=model)
-        metrics.count(names.CACHED_TOKENS, done.usage.num_cached_tokens, model=model)
+
+    def reuse(self, counts: ReuseCounts) -> None:
+        """A request that drew a token is over, whatever its end: what was reused of its prompt."""
+        model, metrics = self._model, self._metrics
+        metrics.count(names.PROMPT_TOKENS, counts.num_prompt_tokens, model=model)
+        metrics.count(names.CACHED_TOKENS, counts.num_device_tokens, model=model, source="device")
+        metrics.count(names.CACHED_TOKENS, counts.num_peer_tokens, model=model, source="peer")
+        metrics.count(names.PREDICTED_HIT_TOKENS, counts.num_predicted_tokens, model=model)
+        metrics.count(names.CEILING_HIT_TOKENS, counts.num_ceiling_tokens, model=model)
+        for reason, num_tokens in counts.num_missed_tokens.items():
+            metrics.count(names.MISSED_TOKENS, num_tokens, model=model, reason=reason.value)
+            if reason.is_held:
+                metrics.count(
+                    names.RECOMPUTED_HELD_TOKENS, num_tokens, model=model, reason=reason.value
+                )
 
     def failed(self, error: MoonpoolError, *, endpoint: str, is_rejected: bool) -> None:
         """A request failed; `is_rejected` if it was never given to a worker."""

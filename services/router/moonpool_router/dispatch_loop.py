@@ -51,6 +51,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.messages import RouterMessage
 from moonpool.ids import RequestId, WorkerKey
+from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.routing.worker_view import WorkerInfo
 from moonpool.telemetry import names
@@ -88,7 +89,9 @@ class FleetWatcher(Protocol):
 
     def on_worker_lost(self, key: WorkerKey) -> None: ...
 
-    def on_request_ended(self, request_id: RequestId) -> None: ...
+    def on_placed(self, placement: Placement, request: InferenceRequest) -> None: ...
+
+    def on_request_ended(self, end: EndRequest) -> None: ...
 
 
 class DispatchLoop:
@@ -273,6 +276,11 @@ class DispatchLoop:
         """Why one of the newest requests went where; empty if it is not known, or no longer."""
         return self._dispatcher.decisions(request_id)
 
+    @property
+    def hellos(self) -> tuple[WorkerHello, ...]:
+        """What the joined workers said of themselves, in order of joining."""
+        return tuple(self._hellos.values())
+
     def load(self, key: WorkerKey) -> LoadReport | None:
         """As of the worker's last frame."""
         return self._loads.get(key)
@@ -354,7 +362,7 @@ class DispatchLoop:
                         )
                 case EndRequest(request_id=request_id):
                     self._log_end(effect)
-                    self._watcher.on_request_ended(request_id)
+                    self._watcher.on_request_ended(effect)
                     answer = self._answers.get(request_id)
                     if answer is not None:
                         answer.on_end(effect)
@@ -364,6 +372,7 @@ class DispatchLoop:
                     answer = self._answers.get(placement.request_id)
                     if answer is not None:
                         answer.on_placed(placement, self._clock.unix())
+                        self._watcher.on_placed(placement, answer.request)
 
     def _has_decode_worker(self) -> bool:
         return any(
@@ -382,8 +391,9 @@ class DispatchLoop:
             finish_reason=end.finish_reason,
             error=end.error_code,
             num_prompt_tokens=end.usage.num_prompt_tokens,
-            num_output_tokens=end.usage.num_output_tokens,
+            num_output_tokens=end.usage.num_completion_tokens,
             num_cached_tokens=end.usage.num_cached_tokens,
-            num_attempts=end.usage.num_attempts,
-            num_failures=end.usage.num_failures,
+            num_peer_tokens=end.usage.num_peer_tokens,
+            num_attempts=end.num_attempts,
+            num_failures=end.num_failures,
         )

@@ -2,8 +2,9 @@
 
     bus ------- KvEvents --------+
     bus ------- announced heads -+-> IndexFollower -> PrefixIndex <- PrefixMatcher <- placement
-    dispatch -- joined, lost ----+        |
-    workers <-- Worker.Snapshot ----------+  one question at a time each
+    dispatch -- joined, lost ----+        |                              |
+    workers <-- Worker.Snapshot ----------+  one question at a time each |
+    dispatch -- placed, ended --------------------------> ReuseBooks <---+
 
 When to ask a worker is the machine's to say (dispatch/index_follower.py); this is its IO and its clock.
 What cannot be read is dropped and counted: the bus is anybody's.
@@ -13,15 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Executor
 
 import structlog
 
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
 from moonpool.clock import Clock
+from moonpool.dispatch.effects import EndRequest, Placement
 from moonpool.dispatch.index_follower import AskReason, AskSnapshot, IndexFollower
+from moonpool.dispatch.reuse_books import ReuseBooks, ReuseReport
 from moonpool.errors import MoonpoolError
-from moonpool.ids import RequestId, WorkerKey
+from moonpool.ids import WorkerKey
+from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.prefix_index import PrefixIndex
 from moonpool.kv.published_set import SetHead
@@ -33,6 +38,8 @@ from moonpool_router.books import RouterBooks
 
 #: A million blocks over a slow network.
 ASK_TIMEOUT_S = 10.0
+#: From here on keys are computed in a thread: on the loop they would take half a millisecond.
+LONG_PROMPT_TOKENS = 8_192
 #: The loop is everybody's: after so many batches in a row others have their turn.
 _BATCHES_PER_TURN = 16
 
@@ -44,6 +51,7 @@ class IndexFeed:
 
     Args:
         matcher: Reads the follower's index.
+        reuse: What was reused of what was asked; fed from here.
         key: The cluster's RPC key.
     """
 
@@ -51,6 +59,7 @@ class IndexFeed:
         self,
         follower: IndexFollower,
         matcher: PrefixMatcher,
+        reuse: ReuseBooks,
         *,
         bus: Bus,
         subjects: Subjects,
@@ -60,6 +69,7 @@ class IndexFeed:
     ) -> None:
         self._follower = follower
         self._matcher = matcher
+        self._reuse = reuse
         self._bus = bus
         self._subjects = subjects
         self._key = key
@@ -73,6 +83,11 @@ class IndexFeed:
     def index(self) -> PrefixIndex:
         """To be read."""
         return self._follower.index
+
+    @property
+    def reuse(self) -> ReuseReport:
+        """What was reused of what was asked, since the router started."""
+        return self._reuse.report()
 
     def set_gauges(self) -> None:
         """Bring the books up to date with what is known now."""
@@ -92,8 +107,31 @@ class IndexFeed:
         if task is not None:
             task.cancel()
 
-    def on_request_ended(self, request_id: RequestId) -> None:
-        self._matcher.forget(request_id)
+    def on_placed(self, placement: Placement, request: InferenceRequest) -> None:
+        if self._matcher.block_size:
+            self._reuse.on_placed(
+                placement,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                keys=self._matcher.keys(request),
+                block_size=self._matcher.block_size,
+            )
+
+    def on_request_ended(self, end: EndRequest) -> None:
+        self._matcher.forget(end.request_id)
+        reuse = self._reuse.on_ended(end)
+        if reuse is not None:
+            self._books.reuse(reuse.counts)
+
+    # -- from the pipeline --
+
+    async def prepare(self, request: InferenceRequest, executor: Executor) -> None:
+        """Compute a long prompt's keys off the loop. The request must be dispatched without a wait."""
+        if request.num_tokens < LONG_PROMPT_TOKENS:
+            return
+        job = self._matcher.key_job(request)
+        if job is not None:
+            chain = await asyncio.get_running_loop().run_in_executor(executor, job.run)
+            self._matcher.bring(request.request_id, job, chain)
 
     # -- from the bus --
 
@@ -138,6 +176,7 @@ class IndexFeed:
                 continue
             self._books.index_batch(is_readable=True)
             self._follower.on_batch(events.worker, events.batch, self._clock.now())
+            self._reuse.on_stored(events.batch.stored_keys)
             if self._follower.index.needs_snapshot(events.worker):
                 self._wakeup.set()
             num_in_turn += 1
@@ -160,6 +199,7 @@ class IndexFeed:
         else:
             self._books.index_snapshot(is_loaded=True)
             self._follower.on_snapshot(key, snapshot, self._clock.now())
+            self._reuse.on_stored(snapshot.keys)
         if self._asking.get(key) is asyncio.current_task():
             del self._asking[key]
         self._wakeup.set()

@@ -8,7 +8,8 @@ Rules
 - Leaving the context ends the request, whatever state it is in: a door whose client went away just
   leaves. A door bounds each of its writes (`CLIENT_STALL_S`), so that a client that does not read is
   a client that went away.
-- Templates and tokenization run in threads: the loop serves everyone's tokens.
+- Templates, tokenization and the block keys of long prompts run in threads: the loop serves everyone's
+  tokens.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from moonpool_router.answer import Answer
 from moonpool_router.answer_trace import AnswerTrace
 from moonpool_router.books import RouterBooks
 from moonpool_router.dispatch_loop import DispatchLoop
+from moonpool_router.index_feed import IndexFeed
 from moonpool_router.served_model import ServedModel
 
 #: A client that takes nothing for this long is gone.
@@ -95,6 +97,7 @@ class RequestPipeline:
         self,
         model: ServedModel,
         loop: DispatchLoop,
+        feed: IndexFeed,
         *,
         limits: PipelineLimits,
         tracer: Tracer,
@@ -104,6 +107,7 @@ class RequestPipeline:
     ) -> None:
         self._model = model
         self._loop = loop
+        self._feed = feed
         self._tracer = tracer
         self._traces = traces
         self._books = books
@@ -263,22 +267,26 @@ class RequestPipeline:
             vocab_size=facts.vocab_size,
             minted_seed=secrets.randbits(64),
         )
+        inference = InferenceRequest(
+            request_id=request_id,
+            model=facts.name,
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            arrival_unix_s=arrived_unix_s,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            traceparent=root.traceparent,
+        )
+        tokenized_unix_s = self._clock.unix()
+        await self._feed.prepare(inference, self._model.executor)
+        # From here to its dispatch nothing waits: what was prepared is forgotten when it ends.
         return Answer(
-            InferenceRequest(
-                request_id=request_id,
-                model=facts.name,
-                prompt_token_ids=token_ids,
-                sampling=sampling,
-                arrival_unix_s=arrived_unix_s,
-                tenant=request.tenant,
-                cache_salt=request.cache_salt,
-                traceparent=root.traceparent,
-            ),
+            inference,
             AnswerText(self._model.detokenizer(), request.options.stop),
             trace=AnswerTrace(self._tracer, root),
             books=self._books,
             arrived_unix_s=arrived_unix_s,
-            tokenized_unix_s=self._clock.unix(),
+            tokenized_unix_s=tokenized_unix_s,
         )
 
     def _root_span(self, request: GenerationRequest) -> OpenSpan:

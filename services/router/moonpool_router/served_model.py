@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,11 @@ class ServedModel:
             defaults=_sampling_defaults(directory),
         )
         return cls(facts, tokenizer, directory.path)
+
+    @property
+    def executor(self) -> Executor:
+        """The threads of prompts: for other work on one."""
+        return self._executor
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

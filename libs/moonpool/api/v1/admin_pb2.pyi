@@ -171,3 +171,71 @@ class ExplainReply(_message.Message):
     request_id: str
     placements: _containers.RepeatedCompositeFieldContainer[ExplainedPlacement]
     def __init__(self, request_id: _Optional[str] = ..., placements: _Optional[_Iterable[_Union[ExplainedPlacement, _Mapping]]] = ...) -> None: ...
+
+class ReuseCounts(_message.Message):
+    __slots__ = ("num_requests", "num_prompt_tokens", "num_device_tokens", "num_peer_tokens", "num_cold_tokens", "num_evicted_tokens", "num_routed_away_tokens", "num_too_slow_tokens", "num_tail_tokens", "num_predicted_tokens", "max_error_tokens")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COLD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTED_AWAY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOO_SLOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TAIL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_prompt_tokens: int
+    num_device_tokens: int
+    num_peer_tokens: int
+    num_cold_tokens: int
+    num_evicted_tokens: int
+    num_routed_away_tokens: int
+    num_too_slow_tokens: int
+    num_tail_tokens: int
+    num_predicted_tokens: int
+    max_error_tokens: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_device_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ..., num_cold_tokens: _Optional[int] = ..., num_evicted_tokens: _Optional[int] = ..., num_routed_away_tokens: _Optional[int] = ..., num_too_slow_tokens: _Optional[int] = ..., num_tail_tokens: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., max_error_tokens: _Optional[int] = ...) -> None: ...
+
+class WorkerCache(_message.Message):
+    __slots__ = ("worker_id", "is_live", "role", "counts", "num_published_blocks", "num_total_blocks", "kv_eviction_policy")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_LIVE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUBLISHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    is_live: bool
+    role: _worker_pb2.Role
+    counts: ReuseCounts
+    num_published_blocks: int
+    num_total_blocks: int
+    kv_eviction_policy: str
+    def __init__(self, worker_id: _Optional[str] = ..., is_live: _Optional[bool] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., counts: _Optional[_Union[ReuseCounts, _Mapping]] = ..., num_published_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., kv_eviction_policy: _Optional[str] = ...) -> None: ...
+
+class CacheStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheStatsReply(_message.Message):
+    __slots__ = ("router_id", "model", "block_size", "total", "workers", "num_indexed_blocks", "num_asked_keys", "kept_fraction")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_INDEXED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ASKED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    model: str
+    block_size: int
+    total: ReuseCounts
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerCache]
+    num_indexed_blocks: int
+    num_asked_keys: int
+    kept_fraction: float
+    def __init__(self, router_id: _Optional[str] = ..., model: _Optional[str] = ..., block_size: _Optional[int] = ..., total: _Optional[_Union[ReuseCounts, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerCache, _Mapping]]] = ..., num_indexed_blocks: _Optional[int] = ..., num_asked_keys: _Optional[int] = ..., kept_fraction: _Optional[float] = ...) -> None: ...

@@ -49,6 +49,11 @@ class RouterAdminStub:
                 request_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.CacheStats = channel.unary_unary(
+                '/moonpool.api.v1.RouterAdmin/CacheStats',
+                request_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.CacheStatsRequest.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.CacheStatsReply.FromString,
+                _registered_method=True)
 
 
 class RouterAdminServicer:
@@ -72,6 +77,12 @@ class RouterAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CacheStats(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,6 +100,11 @@ def add_RouterAdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+            ),
+            'CacheStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.CacheStats,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_admin__pb2.CacheStatsRequest.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_admin__pb2.CacheStatsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -172,6 +188,33 @@ class RouterAdmin:
             '/moonpool.api.v1.RouterAdmin/Explain',
             moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             moonpool_dot_api_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CacheStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.api.v1.RouterAdmin/CacheStats',
+            moonpool_dot_api_dot_v1_dot_admin__pb2.CacheStatsRequest.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_admin__pb2.CacheStatsReply.FromString,
             options,
             channel_credentials,
             insecure,

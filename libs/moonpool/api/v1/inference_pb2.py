@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoonpool/api/v1/inference.proto\x12\x0fmoonpool.api.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"<\n\nChatPrompt\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.moonpool.api.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x89\x02\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\xfa\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1b.moonpool.api.v1.ChatPromptH\x00\x12.\n\x06tokens\x18\x04 \x01(\x0b\x32\x1c.moonpool.api.v1.TokenPromptH\x00\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .moonpool.api.v1.SamplingOptions\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\tB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x8e\x01\n\x06Timing\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x01\x12?\n\rttft_parts_ms\x18\x02 \x03(\x0b\x32(.moonpool.api.v1.Timing.TtftPartsMsEntry\x1a\x32\n\x10TtftPartsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\\\n\tPlacement\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\\\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\"\xc7\x01\n\x0cGenerateDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12%\n\x05usage\x18\x03 \x01(\x0b\x32\x16.moonpool.api.v1.Usage\x12\'\n\x06timing\x18\x04 \x01(\x0b\x32\x17.moonpool.api.v1.Timing\x12-\n\tplacement\x18\x05 \x01(\x0b\x32\x1a.moonpool.api.v1.Placement\x12\r\n\x05model\x18\x06 \x01(\t\"w\n\rGenerateReply\x12/\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1e.moonpool.api.v1.GenerateChunkH\x00\x12-\n\x04\x64one\x18\x02 \x01(\x0b\x32\x1d.moonpool.api.v1.GenerateDoneH\x00\x42\x06\n\x04kind\"\x13\n\x11ListModelsRequest\".\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x0fListModelsReply\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.moonpool.api.v1.ModelInfo2\xaf\x01\n\tInference\x12N\n\x08Generate\x12 .moonpool.api.v1.GenerateRequest\x1a\x1e.moonpool.api.v1.GenerateReply0\x01\x12R\n\nListModels\x12\".moonpool.api.v1.ListModelsRequest\x1a .moonpool.api.v1.ListModelsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmoonpool/api/v1/inference.proto\x12\x0fmoonpool.api.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"<\n\nChatPrompt\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.moonpool.api.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x89\x02\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\xfa\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1b.moonpool.api.v1.ChatPromptH\x00\x12.\n\x06tokens\x18\x04 \x01(\x0b\x32\x1c.moonpool.api.v1.TokenPromptH\x00\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .moonpool.api.v1.SamplingOptions\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\tB\x08\n\x06prompt\"\xe0\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12Q\n\x17\x63\x61\x63hed_tokens_by_source\x18\x04 \x03(\x0b\x32\x30.moonpool.api.v1.Usage.CachedTokensBySourceEntry\x1a;\n\x19\x43\x61\x63hedTokensBySourceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x8e\x01\n\x06Timing\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x01\x12?\n\rttft_parts_ms\x18\x02 \x03(\x0b\x32(.moonpool.api.v1.Timing.TtftPartsMsEntry\x1a\x32\n\x10TtftPartsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\\\n\tPlacement\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\\\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\"\xc7\x01\n\x0cGenerateDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12%\n\x05usage\x18\x03 \x01(\x0b\x32\x16.moonpool.api.v1.Usage\x12\'\n\x06timing\x18\x04 \x01(\x0b\x32\x17.moonpool.api.v1.Timing\x12-\n\tplacement\x18\x05 \x01(\x0b\x32\x1a.moonpool.api.v1.Placement\x12\r\n\x05model\x18\x06 \x01(\t\"w\n\rGenerateReply\x12/\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1e.moonpool.api.v1.GenerateChunkH\x00\x12-\n\x04\x64one\x18\x02 \x01(\x0b\x32\x1d.moonpool.api.v1.GenerateDoneH\x00\x42\x06\n\x04kind\"\x13\n\x11ListModelsRequest\".\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x0fListModelsReply\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.moonpool.api.v1.ModelInfo2\xaf\x01\n\tInference\x12N\n\x08Generate\x12 .moonpool.api.v1.GenerateRequest\x1a\x1e.moonpool.api.v1.GenerateReply0\x01\x12R\n\nListModels\x12\".moonpool.api.v1.ListModelsRequest\x1a .moonpool.api.v1.ListModelsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool.api.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_USAGE_CACHEDTOKENSBYSOURCEENTRY']._loaded_options = None
+  _globals['_USAGE_CACHEDTOKENSBYSOURCEENTRY']._serialized_options = b'8\001'
   _globals['_TIMING_TTFTPARTSMSENTRY']._loaded_options = None
   _globals['_TIMING_TTFTPARTSMSENTRY']._serialized_options = b'8\001'
   _globals['_CHATMESSAGE']._serialized_start=52
@@ -43,26 +45,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGOPTIONS']._serialized_end=460
   _globals['_GENERATEREQUEST']._serialized_start=463
   _globals['_GENERATEREQUEST']._serialized_end=713
-  _globals['_USAGE']._serialized_start=715
-  _globals['_USAGE']._serialized_end=795
-  _globals['_TIMING']._serialized_start=798
-  _globals['_TIMING']._serialized_end=940
-  _globals['_TIMING_TTFTPARTSMSENTRY']._serialized_start=890
-  _globals['_TIMING_TTFTPARTSMSENTRY']._serialized_end=940
-  _globals['_PLACEMENT']._serialized_start=942
-  _globals['_PLACEMENT']._serialized_end=1034
-  _globals['_GENERATECHUNK']._serialized_start=1036
-  _globals['_GENERATECHUNK']._serialized_end=1128
-  _globals['_GENERATEDONE']._serialized_start=1131
-  _globals['_GENERATEDONE']._serialized_end=1330
-  _globals['_GENERATEREPLY']._serialized_start=1332
-  _globals['_GENERATEREPLY']._serialized_end=1451
-  _globals['_LISTMODELSREQUEST']._serialized_start=1453
-  _globals['_LISTMODELSREQUEST']._serialized_end=1472
-  _globals['_MODELINFO']._serialized_start=1474
-  _globals['_MODELINFO']._serialized_end=1520
-  _globals['_LISTMODELSREPLY']._serialized_start=1522
-  _globals['_LISTMODELSREPLY']._serialized_end=1583
-  _globals['_INFERENCE']._serialized_start=1586
-  _globals['_INFERENCE']._serialized_end=1761
+  _globals['_USAGE']._serialized_start=716
+  _globals['_USAGE']._serialized_end=940
+  _globals['_USAGE_CACHEDTOKENSBYSOURCEENTRY']._serialized_start=881
+  _globals['_USAGE_CACHEDTOKENSBYSOURCEENTRY']._serialized_end=940
+  _globals['_TIMING']._serialized_start=943
+  _globals['_TIMING']._serialized_end=1085
+  _globals['_TIMING_TTFTPARTSMSENTRY']._serialized_start=1035
+  _globals['_TIMING_TTFTPARTSMSENTRY']._serialized_end=1085
+  _globals['_PLACEMENT']._serialized_start=1087
+  _globals['_PLACEMENT']._serialized_end=1179
+  _globals['_GENERATECHUNK']._serialized_start=1181
+  _globals['_GENERATECHUNK']._serialized_end=1273
+  _globals['_GENERATEDONE']._serialized_start=1276
+  _globals['_GENERATEDONE']._serialized_end=1475
+  _globals['_GENERATEREPLY']._serialized_start=1477
+  _globals['_GENERATEREPLY']._serialized_end=1596
+  _globals['_LISTMODELSREQUEST']._serialized_start=1598
+  _globals['_LISTMODELSREQUEST']._serialized_end=1617
+  _globals['_MODELINFO']._serialized_start=1619
+  _globals['_MODELINFO']._serialized_end=1665
+  _globals['_LISTMODELSREPLY']._serialized_start=1667
+  _globals['_LISTMODELSREPLY']._serialized_end=1728
+  _globals['_INFERENCE']._serialized_start=1731
+  _globals['_INFERENCE']._serialized_end=1906
 # @@protoc_insertion_point(module_scope)

@@ -56,7 +56,7 @@ class RouterHello(_message.Message):
     def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., router_id: _Optional[str] = ..., namespace: _Optional[_Union[ModelNamespace, _Mapping]] = ..., secret_fingerprint: _Optional[str] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "worker", "role", "namespace", "secret_fingerprint", "regions", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "grpc_address", "version")
+    __slots__ = ("protocol_major", "protocol_minor", "worker", "role", "namespace", "secret_fingerprint", "regions", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "grpc_address", "version", "kv_eviction_policy")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class WorkerHello(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    KV_EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     worker: _request_pb2.WorkerKey
@@ -81,7 +82,8 @@ class WorkerHello(_message.Message):
     max_num_batched_tokens: int
     grpc_address: str
     version: str
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[_Union[ModelNamespace, _Mapping]] = ..., secret_fingerprint: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[_kv_pb2.KvRegion, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., grpc_address: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    kv_eviction_policy: str
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[_Union[ModelNamespace, _Mapping]] = ..., secret_fingerprint: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[_kv_pb2.KvRegion, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., grpc_address: _Optional[str] = ..., version: _Optional[str] = ..., kv_eviction_policy: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_running", "num_waiting", "num_reserved", "num_prefills", "num_queued_tokens", "step_age_ms", "is_draining", "fits")
