@@ -36,6 +36,7 @@ from moonpool import native
 from moonpool.api.v1 import kv_pb2
 from moonpool.kv.layout import KvLayout
 from moonpool.kv.region import KvRegion
+from moonpool.memory.heap import keep_freed_memory
 from moonpool.native.geometry import DigestArray
 from moonpool.transport.base import KvPeer, KvRead, LocalPool
 from moonpool.wire.layout import region_from_pb, region_to_pb
@@ -280,7 +281,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--serve", choices=sorted(LAYOUTS), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--keep-freed-memory", action="store_true", help="in the reading process too"
+    )
     options = parser.parse_args()
+    if options.keep_freed_memory:
+        keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if options.serve:
             runner.run(serve(options.serve))
@@ -298,6 +304,8 @@ def main() -> None:
         "grpc": grpc.__version__,
         "native": native.status().message,
         "rounds": options.rounds,
+        "keep_freed_memory": options.keep_freed_memory,
+        "load_average": [round(load, 1) for load in os.getloadavg()],
     }
     sys.stdout.write(json.dumps({"machine": machine, "rows": rows}) + "\n")
 
