@@ -389,6 +389,44 @@ def explain(
     return run_explain(request_id, target, is_json=as_json)
 
 
+cache_app = typer.Typer(
+    help="Show what is reused of what is asked, and why the rest is not; forget it all.",
+    rich_markup_mode=None,
+)
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.command("stats")
+def cache_stats(
+    address: Address = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Show hits by source, misses by reason, and the ceiling."""
+    from moonpool.cli.cache import run_cache_stats
+    from moonpool.cli.target import find_target
+
+    target = find_target(address=address, api_key=api_key, data_dir=data_dir)
+    return run_cache_stats(target, is_json=as_json)
+
+
+@cache_app.command("clear")
+def cache_clear(
+    worker: Annotated[str | None, typer.Option(help="Only this worker's cache.")] = None,
+    address: Address = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> int:
+    """Have workers forget every cached block that no request uses."""
+    from moonpool.cli.cache import run_cache_clear
+    from moonpool.cli.target import find_target
+
+    target = find_target(address=address, api_key=api_key, data_dir=data_dir)
+    return run_cache_clear(target, worker_id=worker, is_json=as_json)
+
+
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="A known model, like smollm2-135m.")],
