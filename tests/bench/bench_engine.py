@@ -1,8 +1,8 @@
 """How fast the engine is on one core: `python tests/bench/bench_engine.py [--dtype bfloat16]`.
 
 Prefill of 512 and 2,048 tokens, decode at batch 1 and 8 at a context of 256, and the part of a step
-that is not model or sampler. Beside it transformers (from the `oracle` extra) with its SDPA attention
-and the same weights. Arms alternate within one run and each reports its best round, in CPU seconds of
+that is not model or sampler. Beside it the same engine without the C library's arithmetic (oneDNN and torch
+alone), and transformers (from the `oracle` extra) with its SDPA attention, all with the same weights. Arms alternate within one run and each reports its best round, in CPU seconds of
 the one thread: on a shared machine the wall clock counts the neighbours too. Prints a table, then JSON.
 """
 
@@ -28,6 +28,7 @@ from moonpool.engine.runner import ModelRunner
 from moonpool.hub import ModelDir, resolve
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.layout import KvDtype
+from moonpool.native.fallback import FallbackKernels
 from support.engine import NoMark, make_runner
 
 BLOCK = 16
@@ -109,14 +110,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048])
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     directory = resolve("smollm2-135m", can_pull=True)
-    ours = Ours(make_runner(directory, dtype=args.dtype, num_blocks=8 * MAX_TOKENS // BLOCK))
-    sides: dict[str, Ours | Theirs] = {"moonpool": ours}
-    if importlib.util.find_spec("transformers"):
+    num_blocks = 8 * MAX_TOKENS // BLOCK
+    ours = Ours(make_runner(directory, dtype=args.dtype, num_blocks=num_blocks))
+    by_torch = make_runner(
+        directory, dtype=args.dtype, num_blocks=num_blocks, form=FallbackKernels()
+    )
+    sides: dict[str, Ours | Theirs] = {"moonpool": ours, "torch alone": Ours(by_torch)}
+    if importlib.util.find_spec("transformers") and not args.no_transformers:
         sides["transformers"] = Theirs(directory, args.dtype)
     best: dict[str, float] = {}
     other_s = 0.0
@@ -139,11 +145,13 @@ def report(dtype: str, prefills: list[int], best: dict[str, float], other_s: flo
     names = [f"prefill {n}" for n in prefills] + ["decode batch 1", "decode batch 8"]
     ratios = {}
     for name in names:
-        ours, theirs = best[f"moonpool {name}"], best.get(f"transformers {name}")
+        ours = best[f"moonpool {name}"]
         line = f"{name:16} moonpool {ours * 1e3:9.1f} ms"
-        if theirs is not None:
-            ratios[name] = theirs / ours
-            line += f"   transformers {theirs * 1e3:9.1f} ms   {theirs / ours:5.2f} times as fast"
+        for side in ("torch alone", "transformers"):
+            theirs = best.get(f"{side} {name}")
+            if theirs is not None:
+                ratios[f"{name} over {side}"] = theirs / ours
+                line += f"   {side} {theirs * 1e3:9.1f} ms ({theirs / ours:5.2f} times as fast)"
         print(line)
     ratios["rate of batch 8 over batch 1"] = (
         8 * best["moonpool decode batch 1"] / best["moonpool decode batch 8"]
