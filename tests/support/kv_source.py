@@ -126,7 +126,12 @@ async def served_by_nixl(
     """What a NixlSource's process does, in a thread of this one: it starts sooner."""
     ours, theirs = socket.socketpair()
     with theirs, ours:
-        thread = threading.Thread(target=serve, args=(theirs, memory.pool, name, ucx))
+        thread = threading.Thread(
+            target=serve,
+            args=(theirs, memory.pool, name, ucx),
+            # Without signs of what comes, look more often.
+            kwargs={"most_s": 1e-3, "is_alone": False},
+        )
         thread.start()
         try:
             yield access_of(await asyncio.to_thread(ours.makefile().readline))

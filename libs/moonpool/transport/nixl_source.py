@@ -127,23 +127,35 @@ def access_of(report: str | bytes) -> NixlAccess:
     )
 
 
-def serve(control: socket.socket, pool: OwnedRegion, name: str, ucx: Mapping[str, str]) -> None:
-    """Report on `control`, then answer readers until its other end is closed."""
+def serve(
+    control: socket.socket,
+    pool: OwnedRegion,
+    name: str,
+    ucx: Mapping[str, str],
+    *,
+    most_s: float = PAUSE_S,
+    is_alone: bool = True,
+) -> None:
+    """Report on `control`, then answer readers until its other end is closed.
+
+    Args:
+        most_s: The longest pause between two looks.
+        is_alone: The process has no other use: whatever waits for sockets in it is UCX.
+    """
 
     def report(**what: Any) -> None:
         control.sendall(json.dumps(what).encode() + b"\n")
 
-    others = _event_sets()
     try:
         agent = NixlAgent(name, [pool.bytes], ucx=ucx)
     except NixlUnusableError as error:
         report(error=error.message)
         return
     report(agent_metadata=agent.metadata.hex(), base_address=address_of(pool.bytes))
-    fds = (control.fileno(), *(_event_sets() - others))
+    fds = (control.fileno(), *(_event_sets() if is_alone else ()))
     moved_at = time.monotonic()
     while True:
-        pause = pause_s(time.monotonic() - moved_at, most_s=PAUSE_S)
+        pause = pause_s(time.monotonic() - moved_at, most_s=most_s)
         ready, _, _ = select.select(fds, (), (), pause)
         if control.fileno() in ready:
             agent.close()
@@ -153,13 +165,13 @@ def serve(control: socket.socket, pool: OwnedRegion, name: str, ucx: Mapping[str
         agent.progress()
 
 
-def _event_sets() -> set[int]:
+def _event_sets() -> list[int]:
     """The epoll descriptors of this process. UCX waits for its sockets by such."""
-    found = set()
+    found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                found.add(int(name))
+                found.append(int(name))
     return found
 
 

@@ -43,7 +43,7 @@ from moonpool_loadtest.experiments.lab import (
 from moonpool_loadtest.experiments.numbers import Distribution
 from moonpool_loadtest.experiments.report import Finding, print_findings, print_json
 
-TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc")
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "nixl", "grpc")
 IDLE, RECEIVING = "idle", "receiving"
 DECODE = "decode-0"
 
