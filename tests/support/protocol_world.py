@@ -806,7 +806,7 @@ class ProtocolWorld:
                 assert effect.error_code in (None, "cancelled"), "a request fails that must not"
             if effect.error_code is None:
                 assert len(book.token_ids) == request.sampling.max_tokens, "the answer is too short"
-            assert effect.usage.num_output_tokens == len(book.token_ids), "usage is wrong"
+            assert effect.usage.num_completion_tokens == len(book.token_ids), "usage is wrong"
             book = replace(book, end=end)
             self.ends.add(end)
         return (*books[:i], book, *books[i + 1 :])

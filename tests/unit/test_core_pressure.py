@@ -15,6 +15,7 @@ from moonpool.core.protocol import (
     Release,
     Reserved,
     Revoked,
+    TokensReady,
 )
 from moonpool.inference.request import InferenceRequest
 from support.core_cases import (
@@ -192,6 +193,15 @@ def test_a_preempted_request_with_a_source_is_handed_back_if_too_much_is_lost() 
         replies = worker.run_until_idle(arrived)
         handed_back = HandedBack(attempt_id=ident("young"), reason=HandBackReason.PREEMPTED)
         assert (handed_back in replies) is is_handed_back
+        told = [
+            reply.num_cached_tokens
+            for reply in replies
+            if isinstance(reply, TokensReady)
+            and reply.attempt_id == ident("young")
+            and reply.num_cached_tokens is not None
+        ]
+        # What it computed again after all was not cached.
+        assert told == ([7] if is_handed_back else [7, 0])
         assert sum(frame.num_preemptions for frame in worker.frames) > 0
         assert worker.core.ledger().is_quiet
 

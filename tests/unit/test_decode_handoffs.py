@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -194,11 +195,13 @@ def tokens(
     position: int = 0,
     num_cached_tokens: int | None = None,
     finish_reason: FinishReason | None = None,
+    num_peer_tokens: int = 0,
 ) -> TokensReady:
     return TokensReady(
         attempt_id=attempt(),
         run=TokenRun(first_position=position, token_ids=(99,), finish_reason=finish_reason),
         num_cached_tokens=num_cached_tokens,
+        num_peer_tokens=num_peer_tokens,
     )
 
 
@@ -229,6 +232,22 @@ def test_the_life_of_a_handoff(d: Decoder) -> None:
     last = tokens(1, finish_reason=FinishReason.LENGTH)
     assert d.core(last) == [to_router(last)]
     assert d.machine.is_quiet
+
+
+@pytest.mark.parametrize(
+    ("num_computed_from", "num_cached", "num_peer"), [(10, 8, 4), (6, 6, 2), (3, 3, 0)]
+)
+def test_what_the_source_read_from_a_peer_is_told(
+    d: Decoder, num_computed_from: int, num_cached: int, num_peer: int
+) -> None:
+    d.reserve()
+    d.layers(0, 10, 0, 2)
+    d.done(0)
+    d.source(replace(commit(), num_cached_tokens=8, num_peer_tokens=4))
+    # The source had 4 tokens, read 4 more, and computed 2.
+    reply = tokens(num_cached_tokens=num_computed_from)
+    told = tokens(num_cached_tokens=num_cached, num_peer_tokens=num_peer)
+    assert d.core(reply) == [to_router(told)]
 
 
 def test_what_has_no_room_is_refused_without_asking_the_core(d: Decoder) -> None:

@@ -119,12 +119,16 @@ class Router:
         number: int = 1,
         finish_reason: FinishReason | None = None,
         num_cached_tokens: int | None = None,
+        num_peer_tokens: int = 0,
     ) -> list[DispatchEffect]:
         run = TokenRun(
             first_position=first_position, token_ids=token_ids, finish_reason=finish_reason
         )
         message = TokensReady(
-            attempt_id=attempt(number), run=run, num_cached_tokens=num_cached_tokens
+            attempt_id=attempt(number),
+            run=run,
+            num_cached_tokens=num_cached_tokens,
+            num_peer_tokens=num_peer_tokens,
         )
         return self.hear(worker, message)
 
@@ -545,6 +549,57 @@ def test_workers_are_told_of_the_peer_that_holds_more() -> None:
     (local,) = r.arrive()
     assert isinstance(local, SendDecode)
     assert (local.message.source, local.message.peer) == (None, peer)
+
+
+def usage(effects: list[DispatchEffect]) -> tuple[int, int]:
+    """Cached tokens, and those of them that came from a peer, of the request that ended."""
+    (end,) = (effect for effect in effects if isinstance(effect, EndRequest))
+    return end.usage.num_cached_tokens, end.usage.num_peer_tokens
+
+
+def test_cached_tokens_are_those_of_the_worker_that_prefilled(r: Router) -> None:
+    r.arrive()
+    r.tokens(P, 0, 50, num_cached_tokens=8, num_peer_tokens=4)
+    # The decode worker lost a part of what it read, and computed it again.
+    r.tokens(D, 0, 50, num_cached_tokens=6, num_peer_tokens=2)
+    assert usage(r.tokens(D, 1, 51, 52, 53)) == (6, 2)
+
+
+def test_what_one_attempt_found_and_the_next_computed_was_computed() -> None:
+    r = Router(P, D, D2)
+    r.arrive()
+    assert r.tokens(D, 0, 50, num_cached_tokens=8) == [emit(0, 50)]
+    r(WorkerLost(key=D))
+    r.tokens(D2, 1, 51, number=2, num_cached_tokens=4, num_peer_tokens=4)
+    assert usage(r.tokens(D2, 2, 52, 53, number=2)) == (4, 4)
+
+
+def test_what_an_attempt_computed_is_not_cached_for_the_next() -> None:
+    r = Router(P, D, D2)
+    r.arrive()
+    assert r.tokens(D, 0, 50, num_cached_tokens=0) == [emit(0, 50)]
+    r(WorkerLost(key=D))
+    # Its replay finds what it has left behind, answer and all: never more than the prompt.
+    r.tokens(D2, 1, 51, number=2, num_cached_tokens=11)
+    assert usage(r.tokens(D2, 2, 52, 53, number=2)) == (0, 0)
+
+
+def test_an_attempt_that_ends_in_silence_may_have_computed() -> None:
+    r = Router()
+    r.machine = Dispatcher(CONFIG, match=lambda request: {P: 4})
+    for worker in (P, D, D2):
+        r.join(worker)
+    r.arrive()
+    # The prefill worker may be at work by then, and what it has done is found by the next attempt.
+    r.refuse(D)
+    assert usage(r.tokens(D2, 0, 50, 51, 52, 53, number=2, num_cached_tokens=8)) == (4, 0)
+
+
+def test_a_refusal_of_the_prefill_worker_computes_nothing() -> None:
+    r = Router(P, P2, D)
+    r.arrive()
+    r.refuse(P, RefuseReason.QUEUE_FULL)
+    assert usage(r.tokens(D, 0, 50, 51, 52, 53, number=2, num_cached_tokens=8)) == (8, 0)
 
 
 def test_what_a_worker_has_learnt_holds_until_it_tells_more() -> None:

@@ -390,7 +390,7 @@ def explain(
 
 
 cache_app = typer.Typer(
-    help="Show what is reused of what is asked, and why the rest is not; forget it all.",
+    help="Show what is reused, and why the rest is not.",
     rich_markup_mode=None,
 )
 app.add_typer(cache_app, name="cache")

@@ -227,6 +227,7 @@ class ReuseBooks:
 def _attribute(opened: _Open, usage: Usage) -> ReuseCounts:
     """Cut the prompt at each edge that lies beyond the ones before it."""
     num_reusable_tokens, plan = opened.num_reusable_tokens, opened.plan
+    num_held_tokens = min(opened.num_held_tokens, num_reusable_tokens)
     num_known_tokens = opened.known.num_blocks * opened.block_size
     max_error_tokens = opened.known.max_error_blocks * opened.block_size
     missed = dict.fromkeys(MissReason, 0)
@@ -236,7 +237,7 @@ def _attribute(opened: _Open, usage: Usage) -> ReuseCounts:
         (MissReason.EVICTED, plan.num_cached_tokens),
         (MissReason.ROUTED_AWAY, opened.num_held_tokens),
     ):
-        reached = _cut(missed, reason, reached, min(edge, num_reusable_tokens))
+        reached = _cut(missed, reason, reached, min(edge, num_held_tokens))
     # What was found or held was known: the estimate is as good as what is left of its range.
     max_error_tokens = min(max_error_tokens, max(num_known_tokens + max_error_tokens - reached, 0))
     reached = _cut(missed, MissReason.EVICTED, reached, num_known_tokens)
@@ -251,9 +252,7 @@ def _attribute(opened: _Open, usage: Usage) -> ReuseCounts:
         num_routed_away_tokens=missed[MissReason.ROUTED_AWAY],
         num_too_slow_tokens=missed[MissReason.TOO_SLOW],
         num_tail_tokens=usage.num_prompt_tokens - max(usage.num_cached_tokens, num_reusable_tokens),
-        num_predicted_tokens=min(
-            plan.num_cached_tokens + plan.num_read_tokens, num_reusable_tokens
-        ),
+        num_predicted_tokens=min(plan.num_cached_tokens + plan.num_read_tokens, num_held_tokens),
         max_error_tokens=max_error_tokens,
     )
 
