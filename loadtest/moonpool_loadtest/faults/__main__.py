@@ -68,8 +68,12 @@ def cluster_config(
             "model": model,
             "dtype": dtype,
             "local_prefill_tokens": 64,
-            # What takes the long way is asked for, not what is faster.
-            "router": {"http_port": 0, "grpc_port": 0, "placement": {"disagg": "threshold"}},
+            # What takes the long way is asked for, not what is faster; and every worker gets its share.
+            "router": {
+                "http_port": 0,
+                "grpc_port": 0,
+                "placement": {"disagg": "threshold", "mode": "least_loaded"},
+            },
             "worker": settings,
             "workers": [
                 {"role": "prefill", "transports": offered},
