@@ -6,8 +6,13 @@ import heapq
 from collections.abc import Sequence
 
 from moonpool.kv.block_cache import BlockCache
-from moonpool.kv.eviction import EvictionPolicy
+from moonpool.kv.eviction import EvictionName, EvictionPolicy, make_eviction
 from moonpool_loadtest.replay.trace import TraceRequest, block_hashes
+
+
+def make_evictions(num_blocks: int) -> dict[str, EvictionPolicy]:
+    """One of each policy, for a cache of `num_blocks`."""
+    return {name.value: make_eviction(name, num_blocks) for name in EvictionName}
 
 
 def replay(requests: Sequence[TraceRequest], num_blocks: int, eviction: EvictionPolicy) -> int:

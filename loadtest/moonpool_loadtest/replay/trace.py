@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from moonpool.errors import InvalidRequestError
 from moonpool.ids import BlockHash
 
@@ -38,19 +40,24 @@ class TraceRequest:
         return len(self.block_ids)
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
+def read_trace(path: Path, *, jitter_s: float = 0.0, seed: int = 0) -> list[TraceRequest]:
     """All requests, in order of arrival.
+
+    Args:
+        jitter_s: Each arrives up to this much later, evenly drawn: the conversation trace's times are
+            multiples of 3 s, so that what came within 3 s would come at once.
 
     Raises:
         InvalidRequestError: not such a trace; names file and line.
     """
     requests = []
+    rng = np.random.default_rng(seed)
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
                 request = TraceRequest(
-                    arrived_s=row["timestamp"] / 1e3,
+                    arrived_s=row["timestamp"] / 1e3 + jitter_s * rng.random(),
                     block_ids=tuple(int(block_id) for block_id in row["hash_ids"]),
                     num_output_tokens=max(round(row["output_length"] / SCALE), 1),
                 )
