@@ -136,6 +136,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         token_ids: Sequence[int],
         *,
         finish: FinishReason | None = None,
+        num_cached_tokens: int = 0,
+        num_peer_tokens: int = 0,
         spans: Sequence[Span] = (),
     ) -> None:
         """A frame with tokens of one request."""
@@ -144,7 +146,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             run=TokenRun(
                 first_position=first_position, token_ids=tuple(token_ids), finish_reason=finish
             ),
-            num_cached_tokens=0,
+            num_cached_tokens=num_cached_tokens,
+            num_peer_tokens=num_peer_tokens,
         )
         is_prefill = isinstance(command, PrefillRequest)
         self.send(WorkerReport(message=message, is_prefill_side=is_prefill), spans=spans)

@@ -17,7 +17,7 @@ from moonpool.config.secret import load_or_create_secret
 from moonpool.ids import WorkerKey
 from moonpool.inference.request import InferenceRequest
 from moonpool.routing.prefix_matcher import PrefixMatcher
-from moonpool.service.life import running
+from moonpool.service.life import ReadyFacts, running
 from moonpool.telemetry.names import Metric
 from moonpool_router.app import RouterService, build
 from support.eventually import eventually
@@ -69,9 +69,11 @@ class IndexedWorker:
 class IndexedRouter:
     """A router of which a test looks at the index."""
 
-    def __init__(self, service: RouterService, secret: bytes) -> None:
+    def __init__(self, service: RouterService, secret: bytes, facts: ReadyFacts) -> None:
         self._service = service
         self._secret = secret
+        self.address = str(facts["grpc_address"])
+        self.http_url = str(facts["http_url"])
 
     def metric(self, metric: Metric, **labels: str) -> float:
         return self._service.metrics.value(metric, **labels)
@@ -109,18 +111,23 @@ class IndexedCluster:
 
     def __init__(self, data_dir: Path, nats: NatsServer, stack: AsyncExitStack) -> None:
         self.nats = nats
-        self._data_dir = data_dir
+        self.data_dir = data_dir
         self._stack = stack
         self._model = write_fake_model(data_dir / "model")
 
     @property
     def rpc_key(self) -> str:
-        return load_or_create_secret(self._data_dir).rpc_key
+        return load_or_create_secret(self.data_dir).rpc_key
 
     async def start_worker(
-        self, worker_id: str = "d0", *, gate: Gate | None = None, **settings: Any
+        self,
+        worker_id: str = "d0",
+        *,
+        role: str = "both",
+        gate: Gate | None = None,
+        **settings: Any,
     ) -> IndexedWorker:
-        config = worker_config(self._data_dir, self._model, worker_id, "both", **settings)
+        config = worker_config(self.data_dir, self._model, worker_id, role, **settings)
         stack = await self._stack.enter_async_context(AsyncExitStack())
         bus = LossyBus(NatsBus(self.nats.url, name=worker_id))
         worker = await stack.enter_async_context(
@@ -129,21 +136,26 @@ class IndexedCluster:
         client = await stack.enter_async_context(worker.router("hands"))
         return IndexedWorker(worker, client, bus, stack)
 
-    async def start_router(self) -> IndexedRouter:
+    async def start_router(
+        self, *, local_prefill_tokens: int = 256, **settings: Any
+    ) -> IndexedRouter:
+        """`settings` are RouterSettings'."""
         config = router_config(
             ClusterConfig(
                 name="test",
-                data_dir=self._data_dir,
+                data_dir=self.data_dir,
                 model=str(self._model),
                 dtype="float32",
-                router=RouterSettings(http_port=0, grpc_port=0),
+                local_prefill_tokens=local_prefill_tokens,
+                router=RouterSettings(http_port=0, grpc_port=0, **settings),
             ),
             nats_url=self.nats.url,
         )
         service = build(config)
         assert isinstance(service, RouterService)
-        await self._stack.enter_async_context(running(service))
-        return IndexedRouter(service, load_or_create_secret(self._data_dir).value)
+        life = await self._stack.enter_async_context(running(service))
+        secret = load_or_create_secret(self.data_dir).value
+        return IndexedRouter(service, secret, life.facts)
 
 
 @contextlib.asynccontextmanager

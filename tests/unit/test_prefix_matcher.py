@@ -104,3 +104,36 @@ def test_keys_are_kept_until_the_request_ends(matcher: PrefixMatcher) -> None:
     matcher.forget(request.request_id)
     matcher.forget(request.request_id)
     assert matcher.num_requests == 0
+
+
+def test_keys_that_were_computed_elsewhere_are_taken(matcher: PrefixMatcher) -> None:
+    request = make_request(prompt=100)
+    job = matcher.key_job(request)
+    assert job is not None
+    chain = job.run()
+    matcher.bring(request.request_id, job, chain)
+    assert np.shares_memory(matcher.keys(request), chain.keys)
+    # An answer goes on from there.
+    replay = replace(request, emitted_token_ids=tuple(range(50)))
+    expected = PrefixMatcher(PrefixIndex(), SECRET)
+    expected.adopt(NAMESPACE)
+    assert matcher.keys(replay).tolist() == expected.keys(replay).tolist()
+    matcher.forget(request.request_id)
+    assert matcher.num_requests == 0
+
+
+def test_keys_of_another_namespace_are_not_taken(index: PrefixIndex) -> None:
+    matcher = PrefixMatcher(index, SECRET)
+    request = make_request(prompt=100)
+    assert matcher.key_job(request) is None
+    assert matcher.block_size == 0
+    matcher.adopt(NAMESPACE)
+    job = matcher.key_job(request)
+    assert job is not None
+    matcher.adopt(make_model_namespace(block_size=16, kv_dtype="bfloat16"))
+    matcher.bring(request.request_id, job, job.run())
+    assert matcher.num_requests == 0
+    short = make_request("short", prompt=15)
+    job = matcher.key_job(short)
+    assert job is not None
+    assert len(job.run().keys) == 0

@@ -169,7 +169,7 @@ async def _clear(target: Target, worker_id: str | None) -> Mapping[str, str]:
     async with asyncio.TaskGroup() as asking:
         tasks = {
             name: asking.create_task(_clear_one(address, key))
-            for name, address in addresses.items()
+            for name, address in sorted(addresses.items())
         }
     return {name: task.result() for name, task in tasks.items()}
 

@@ -14,7 +14,7 @@ def cache_stats(
     reuse: ReuseReport, index: PrefixIndex, loop: DispatchLoop, *, router_id: str, model: str
 ) -> CacheStats:
     """Every worker that is live, then those that are gone and have counts."""
-    hellos = loop.hellos
+    hellos = sorted(loop.hellos, key=lambda hello: hello.worker)
     live = {hello.worker.worker_id for hello in hellos}
     return CacheStats(
         router_id=router_id,
