@@ -14,10 +14,11 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import grpc
 
@@ -38,7 +39,9 @@ from moonpool.rpc.generate import open_generation
 #: Prompts are of tokens in [FIRST_TOKEN_ID, END_TOKEN_ID): below lie SmolLM2's special tokens.
 FIRST_TOKEN_ID = 100
 END_TOKEN_ID = 40_000
-_DEADLINE_S = 900.0
+#: WorkerSettings.kv_peer_reads.
+PeerReads = Literal["auto", "always", "never"]
+DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker of a cluster; its worker id is `<role>-0`."""
+    """The workers of one role in a cluster; their worker ids are `<role>-0` and so on."""
 
     role: RoleName
     engine_core: int
@@ -74,12 +77,24 @@ class WorkerPlan:
     pool_tokens: int
     transport: TransportName = "shm"
     max_num_seqs: int = 16
+    #: They share the core.
+    count: int = 1
+    peer_reads: PeerReads = "auto"
 
 
 def cluster_config(
-    setting: Setting, name: str, workers: Sequence[WorkerPlan], *, local_prefill_tokens: int = 256
+    setting: Setting,
+    name: str,
+    workers: Sequence[WorkerPlan],
+    *,
+    local_prefill_tokens: int = 256,
+    placement: Mapping[str, object] | None = None,
 ) -> ClusterConfig:
-    """A cluster of these workers; everything but their engines runs on the other core."""
+    """A cluster of these workers; everything but their engines runs on the other core.
+
+    Args:
+        placement: Instead of a threshold, which leaves it to the experiment which way a prompt takes.
+    """
     others = [setting.cores.others]
     return ClusterConfig.model_validate(
         {
@@ -92,18 +107,19 @@ def cluster_config(
                 "http_port": 0,
                 "grpc_port": 0,
                 "cpus": others,
-                # Which way a prompt takes is the experiment's to say.
-                "placement": {"disagg": "threshold"},
+                "placement": {"disagg": "threshold"} if placement is None else dict(placement),
             },
             "worker": {"is_transport_strict": True, "service_cpus": others},
             "workers": [
                 {
                     "role": worker.role,
+                    "count": worker.count,
                     "engine_cpus": [worker.engine_core],
                     "max_num_batched_tokens": worker.chunk_tokens,
                     "max_num_seqs": worker.max_num_seqs,
                     "num_blocks": worker.pool_tokens // 16,
                     "transports": [worker.transport],
+                    "kv_peer_reads": worker.peer_reads,
                 }
                 for worker in workers
             ],
@@ -120,6 +136,8 @@ class Answer:
     request_id: RequestId | None = None
     #: One for each token: when the chunk that brought it was read.
     token_unix_ns: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     done: GenerationDone | None = None
     #: Set with each chunk.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,12 +157,21 @@ class Asker:
 
     Args:
         seed: Of the prompts: no two are alike, so nothing is found in a cache.
+        vocab_size: Of the model, if it is smaller than the range that prompts are taken from.
     """
 
-    def __init__(self, cluster: LocalCluster, channel: grpc.aio.Channel, *, seed: int) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        channel: grpc.aio.Channel,
+        *,
+        seed: int,
+        vocab_size: int = END_TOKEN_ID,
+    ) -> None:
         self.cluster = cluster
         self._channel = channel
         self._rng = random.Random(seed)
+        self._end_token_id = min(END_TOKEN_ID, vocab_size)
 
     async def ask(self, num_tokens: int, max_tokens: int) -> Answer:
         """The whole answer to a random prompt of `num_tokens`, greedy.
@@ -162,15 +189,20 @@ class Asker:
 
     def new_prompt(self, num_tokens: int) -> tuple[int, ...]:
         """Random tokens, none of them special."""
-        return tuple(self._rng.randrange(FIRST_TOKEN_ID, END_TOKEN_ID) for _ in range(num_tokens))
+        end = self._end_token_id
+        return tuple(self._rng.randrange(FIRST_TOKEN_ID, end) for _ in range(num_tokens))
 
     async def read_prompt(self, answer: Answer, prompt: tuple[int, ...], max_tokens: int) -> None:
         """The same for a prompt that the caller chose."""
         request = GenerationRequest(
             prompt=TokenPrompt(token_ids=prompt),
             options=SamplingOptions(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-            deadline_s=_DEADLINE_S,
+            deadline_s=DEADLINE_S,
         )
+        await self.read_request(answer, request)
+
+    async def read_request(self, answer: Answer, request: GenerationRequest) -> None:
+        """The same for a request that the caller made."""
         answer.sent_unix_ns = time.time_ns()
         async with open_generation(self._channel, request, peer="the router") as events:
             async for event in events:
@@ -180,17 +212,30 @@ class Asker:
                     answer.done = event
                 else:
                     answer.token_unix_ns += [now_ns] * len(event.token_ids)
+                    answer.token_ids += event.token_ids
+                    answer.text += event.text
                 answer.changed.set()
 
 
 @asynccontextmanager
-async def open_asker(config: ClusterConfig, *, seed: int) -> AsyncIterator[Asker]:
-    """Start the cluster; it is quiet and ready inside the block."""
+async def open_asker(
+    config: ClusterConfig,
+    *,
+    seed: int,
+    vocab_size: int = END_TOKEN_ID,
+    failpoints: Mapping[str, str] | None = None,
+) -> AsyncIterator[Asker]:
+    """Start the cluster; it is quiet and ready inside the block.
+
+    Args:
+        failpoints: By worker id; those that are started again have none.
+    """
+    options = ClusterOptions(is_pinned=False, failpoints=failpoints or {})
     async with (
-        LocalCluster(config, options=ClusterOptions(is_pinned=False)) as cluster,
+        LocalCluster(config, options=options) as cluster,
         open_channel(cluster.endpoints.grpc_address) as channel,
     ):
-        yield Asker(cluster, channel, seed=seed)
+        yield Asker(cluster, channel, seed=seed, vocab_size=vocab_size)
 
 
 def progress(text: str) -> None:
