@@ -13,6 +13,7 @@ from moonpool.bus.memory import MemoryBroker, MemoryBus
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
 from moonpool.errors import InvalidRequestError
+from moonpool.failpoints import Failpoints
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
 from moonpool.kv.block_key import block_keys
 from moonpool.kv.events import BlockRemoved, BlockStored
@@ -77,12 +78,17 @@ async def stage(
     max_batch_blocks: int = 1_000,
     min_interval_s: float = 0.0,
     bus_type: type[MemoryBus] = MemoryBus,
+    failpoints: str = "",
 ) -> AsyncIterator[Stage]:
     """A publisher that runs, and somebody who listens."""
     broker = MemoryBroker(is_up=is_up)
     books = WorkerBooks(Metrics(WORKER_METRICS))
     publisher = KvPublisher(
-        KEY, books=books, max_batch_blocks=max_batch_blocks, min_interval_s=min_interval_s
+        KEY,
+        books=books,
+        failpoints=Failpoints.parse(failpoints, is_allowed=True),
+        max_batch_blocks=max_batch_blocks,
+        min_interval_s=min_interval_s,
     )
     heard: list[EventBatch] = []
 
@@ -202,3 +208,15 @@ async def test_a_broker_that_takes_no_such_message_does_no_harm(num_changes: int
             await s.settled()
         assert s.num_batches("unsent") == num_changes
         assert s.publisher.snapshot().head.count == num_changes
+
+
+async def test_a_change_that_is_lost_on_purpose_is_missed_by_who_follows() -> None:
+    chain = make_chain("abc")
+    async with stage(failpoints="kv.publish=drop@2") as s:
+        for number, block in enumerate(chain):
+            s.publisher.take([stored([block], chain[number - 1] if number else None)])
+            await s.settled()
+        await s.until_heard(2)
+        assert [batch.head.sequence for batch in s.heard] == [1, 3]
+        assert s.followed().needs_snapshot(KEY)
+        assert s.num_batches("sent") == 3

@@ -20,6 +20,8 @@ PLACES = {
     "fetch.after_read": "reader: a read of a prefix has ended; value: how many of this attempt",
     "hold.before_opened": "holder: a prefix is locked, its reader not told; delay:MS holds that back",
     "hold.after_opened": "holder: the reader of a prefix has been told",
+    "kv.publish": "worker service: a change of its cache is about to leave for the bus; drop: it is lost",
+    "kv.before_snapshot": "worker service: a router has asked what the cache holds, nothing is sent",
     "router.before_dispatch": "router: an attempt is placed, nothing is sent",
     "router.after_token": "router: tokens of a request have come; value: the last position",
 }
@@ -29,4 +31,5 @@ ACTIONS_BY_PLACE = {
     "transport.read": ("flip", "drop"),
     "fetch.read": ("flip", "drop", "delay", "limit"),
     "hold.before_opened": ("delay",),
+    "kv.publish": ("drop",),
 }

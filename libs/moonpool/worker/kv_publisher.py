@@ -25,6 +25,7 @@ import structlog
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
 from moonpool.errors import InvalidRequestError
+from moonpool.failpoints import Failpoints
 from moonpool.ids import WorkerKey
 from moonpool.kv.block_key import KeyArray
 from moonpool.kv.events import CacheEvent, CacheEventLog, split_cache_events
@@ -52,11 +53,13 @@ class KvPublisher:
         worker: WorkerKey,
         *,
         books: WorkerBooks,
+        failpoints: Failpoints | None = None,
         max_batch_blocks: int = MAX_BATCH_BLOCKS,
         min_interval_s: float = MIN_INTERVAL_S,
     ) -> None:
         self._worker = worker
         self._books = books
+        self._failpoints = failpoints or Failpoints.off()
         self._max_batch_blocks = max_batch_blocks
         self._min_interval_s = min_interval_s
         self._log = CacheEventLog()
@@ -110,6 +113,9 @@ class KvPublisher:
                 self._has_news.set()
 
     async def _publish(self, bus: Bus, subject: str, batch: EventBatch) -> None:
+        if self._failpoints.hit("kv.publish") == "drop":
+            self._books.kv_events(is_sent=True)
+            return
         try:
             is_sent = await bus.publish(subject, encode_kv_events(self._worker, batch))
         except InvalidRequestError as error:

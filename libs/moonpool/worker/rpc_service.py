@@ -160,6 +160,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
         worker = worker_key_from_pb(request.worker, "worker")
         if worker != shell.hello.worker:
             raise FailedPreconditionError(f"This is {shell.hello.worker}, not {worker}.")
+        shell.failpoints.hit("kv.before_snapshot")
         for part in snapshot_to_pb(shell.kv.snapshot()):
             yield part
 

@@ -153,7 +153,7 @@ class WorkerShell:
         )
         self._bell = LayerBell(memory=memory, kernels=kernels, on_layers=self._on_layers)
         #: What the cache holds, for routers.
-        self.kv = KvPublisher(hello.worker, books=books)
+        self.kv = KvPublisher(hello.worker, books=books, failpoints=failpoints)
         self._room = RoomCheck(
             namespace_seed=namespace_seed,
             num_held=self.kv.num_held,
