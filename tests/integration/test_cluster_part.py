@@ -83,6 +83,15 @@ async def test_a_part_that_never_reports_is_killed(tmp_path: Path) -> None:
         assert not part.process.is_running
 
 
+async def test_each_of_the_next_lives_can_be_armed(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as part:
+        part.arm("crash", "crash", "", "crash")
+        await part.wait_starts(3, timeout_s=30)
+        await part.kill()
+        await part.wait_starts(5, timeout_s=30)
+        assert part.num_starts == 5
+
+
 async def test_a_crash_is_followed_by_another_life_on_the_same_port(tmp_path: Path) -> None:
     """Failpoints hold for one life, ports for all."""
     async with supervised(tmp_path, first="crash") as part:

@@ -40,7 +40,9 @@ from moonpool.errors import MoonpoolError, UnavailableError
 from moonpool.failpoints import forget_claims
 from moonpool.ids import WorkerId
 from moonpool.rpc.admin import fetch_ledger, fetch_status, fetch_steps
+from moonpool.rpc.cache import fetch_cache_stats
 from moonpool.wire.admin import RouterSnapshot
+from moonpool.wire.cache_stats import CacheStats
 from moonpool.wire.steps import StepRecord
 from moonpool.wire.worker import LedgerReport
 
@@ -137,10 +139,20 @@ class LocalCluster:
 
     @property
     def worker_ids(self) -> tuple[WorkerId, ...]:
-        return tuple(WorkerId(name) for name in self._parts if name != ROUTER)
+        routers = self.router_names
+        return tuple(WorkerId(name) for name in self._parts if name not in routers)
+
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        """Those that have been started, the configured one first."""
+        return tuple(
+            name
+            for name, part in self._parts.items()
+            if isinstance(part.spec.document, RouterConfig)
+        )
 
     def part(self, name: str) -> Part:
-        """`router` or a worker id. KeyError for another name."""
+        """A router's name or a worker id. KeyError for another name."""
         return self._parts[name]
 
     # -- starting and stopping --
@@ -173,8 +185,9 @@ class LocalCluster:
         await self._nats.kill()
         self._on_event(PartEvent(part=NATS, state=PartState.STOPPED))
 
-    def start_router(self) -> None:
-        self._start_part(self._router_spec())
+    def start_router(self, name: str = ROUTER) -> None:
+        """Start the router, or another one beside it: same settings, ports of its own."""
+        self._start_part(self._router_spec(name))
 
     async def stop_part(self, name: str) -> None:
         """Drain one part and leave it stopped."""
@@ -191,7 +204,7 @@ class LocalCluster:
             part.force()
 
     async def wait_ready(self, *, timeout_s: float | None = None) -> None:
-        """Return when the router serves and every worker has joined it.
+        """Return when every router serves and every worker has joined it.
 
         Raises:
             UnavailableError: Says which part is missing, and why.
@@ -204,11 +217,11 @@ class LocalCluster:
         last_told = ""
         while True:
             try:
-                status = await self.status()
+                statuses = [await self.status(name) for name in self.router_names]
             except MoonpoolError as error:
                 reason = error.message
             else:
-                reason = self._missing(status)
+                reason = next(filter(None, map(self._missing, statuses)), "")
                 if not reason:
                     return
             if reason != last_told:
@@ -220,11 +233,15 @@ class LocalCluster:
 
     # -- asking --
 
-    async def status(self) -> RouterSnapshot:
-        """What the router says of itself and its workers."""
-        return await fetch_status(
-            self.endpoints.grpc_address, key=self.config.router.api_key, deadline_s=5.0
-        )
+    async def status(self, router: str = ROUTER) -> RouterSnapshot:
+        """What a router says of itself and its workers."""
+        address = str(self._parts[router].fact("grpc_address"))
+        return await fetch_status(address, key=self.config.router.api_key, deadline_s=5.0)
+
+    async def cache_stats(self, router: str = ROUTER) -> CacheStats:
+        """What a router has counted of the reuse of KV, and believes of its workers' caches."""
+        address = str(self._parts[router].fact("grpc_address"))
+        return await fetch_cache_stats(address, key=self.config.router.api_key, deadline_s=5.0)
 
     async def ledger(self, worker_id: str) -> LedgerReport:
         """A worker's block ledger and open streams."""
@@ -292,8 +309,8 @@ class LocalCluster:
         self._tasks.create_task(part.run(), name=spec.name)
 
     async def _stop_parts(self) -> None:
-        if ROUTER in self._parts:
-            await self.stop_part(ROUTER)
+        for name in self.router_names:
+            await self.stop_part(name)
         async with asyncio.TaskGroup() as stopping:
             for name in self.worker_ids:
                 stopping.create_task(self.stop_part(name))
@@ -303,10 +320,15 @@ class LocalCluster:
         settings = document.router if isinstance(document, RouterConfig) else document.worker
         return settings.drain_timeout_s + _STOP_GRACE_S
 
-    def _router_spec(self) -> PartSpec:
+    def _router_spec(self, name: str) -> PartSpec:
         document = router_config(self.config, nats_url=self._nats_url)
+        if name != ROUTER:
+            ports = {"grpc_port": 0, "http_port": 0}
+            document = document.model_copy(
+                update={"router_id": name, "router": document.router.model_copy(update=ports)}
+            )
         return PartSpec(
-            name=ROUTER,
+            name=name,
             module="moonpool_router",
             document=document,
             cores=self.config.router.cpus or self._core_plan().others,

@@ -16,6 +16,7 @@ import contextlib
 import enum
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +91,8 @@ class Part:
         self._stopped = asyncio.Event()
         self._changed = asyncio.Condition()
         self._detail = ""
-        self._next_failpoints = ""
+        #: Of the lives to come.
+        self._next_failpoints: deque[str] = deque()
         self.num_starts = 0
 
     @property
@@ -110,9 +112,12 @@ class Part:
         """The latest one, running or ended."""
         return self._process
 
-    def arm(self, failpoints: str) -> None:
-        """Break on purpose in the next life, and only in that (moonpool.failpoints has the grammar)."""
-        self._next_failpoints = failpoints
+    def arm(self, *failpoints: str) -> None:
+        """Break on purpose in the next lives, one text for each, and only in those.
+
+        moonpool.failpoints has the grammar; an empty text is a life without any.
+        """
+        self._next_failpoints = deque(failpoints)
 
     def fact(self, key: str) -> str | int:
         """What the running process said of itself when it was ready (`grpc_address`, `http_port`).
@@ -231,7 +236,7 @@ class Part:
         )
 
     def _document(self) -> RouterConfig | WorkerConfig:
-        failpoints, self._next_failpoints = self._next_failpoints, ""
+        failpoints = self._next_failpoints.popleft() if self._next_failpoints else ""
         document = self.spec.document
         if not failpoints:
             return document
