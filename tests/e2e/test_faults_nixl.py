@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
 from moonpool_loadtest.faults.__main__ import cluster_config
-from moonpool_loadtest.faults.lab import (
-    FaultLab,
-    FaultReport,
-    LabSizes,
-    answers_without_faults,
-    make_sets,
-    open_lab,
-)
+from moonpool_loadtest.faults.lab import FaultLab, LabSizes, make_sets
 from moonpool_loadtest.faults.scenarios import (
     DECODE,
     PREFILL,
@@ -26,7 +17,7 @@ from moonpool_loadtest.faults.scenarios import (
     run_kill,
     run_without_fault,
 )
-from support.processes import processes_with
+from support.fault_lab import check, fault_lab
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -36,7 +27,6 @@ _KILLS = (
     Kill(name="prefill in mid-read", target=PREFILL, failpoints="prefill.after_layer(1)=kill"),
     Kill(name="decode in mid-read", target=DECODE, failpoints="decode.after_read=kill"),
 )
-_MARK = "MOONPOOL_E2E_MARK"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -48,20 +38,8 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultLa
     )
     sizes = LabSizes(vocab_size=_MODEL.vocab_size)
     sets = make_sets(sizes, num_judged=4 + len(_KILLS), num_for_leavers=0)
-    expected = await answers_without_faults(config, sets.judged_cases)
-    mark = uuid.uuid4().hex
-    shared_memory = set(os.listdir("/dev/shm"))
-    async with open_lab(config, expected=expected, sets=sets, environment={_MARK: mark}) as lab:
+    async with fault_lab(config, sets) as lab:
         yield lab
-        assert processes_with(_MARK, mark)
-    assert processes_with(_MARK, mark) == []
-    assert set(os.listdir("/dev/shm")) <= shared_memory
-
-
-def check(report: FaultReport) -> None:
-    assert not report.problems, report
-    assert not report.differing, report
-    assert report.num_equal == report.num_requests
 
 
 async def test_workers_that_read_by_nixl_answer_as_one(lab: FaultLab) -> None:

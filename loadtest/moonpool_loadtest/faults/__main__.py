@@ -17,11 +17,20 @@ from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
 from moonpool_loadtest.faults.lab import (
     CaseSets,
+    FamilySizes,
     FaultReport,
     LabSizes,
     answers_without_faults,
+    make_families,
     make_sets,
     open_lab,
+)
+from moonpool_loadtest.faults.reuse import (
+    FAILPOINTS,
+    NUM_FAMILIES,
+    NUM_FAMILIES_FOR_LEAVERS,
+    SCENARIOS,
+    reuse_config,
 )
 from moonpool_loadtest.faults.scenarios import (
     DECODE,
@@ -105,8 +114,10 @@ def sets_for(kills: Sequence[Kill], *, vocab_size: int) -> CaseSets:
     )
 
 
-async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) -> list[FaultReport]:
-    """Every fault once. Prints a row as soon as it is known."""
+async def run_handoff_faults(
+    config: ClusterConfig, *, vocab_size: int, num_layers: int
+) -> list[FaultReport]:
+    """Every fault of workers, broker, router and clients once. Prints a row as soon as it is known."""
     kills = make_kills(layers=(0, num_layers // 2, num_layers - 1))
     sets = sets_for(kills, vocab_size=vocab_size)
     print("answers without faults ...", flush=True)
@@ -126,20 +137,38 @@ async def run_all(config: ClusterConfig, *, vocab_size: int, num_layers: int) ->
         return lab.reports
 
 
+async def run_reuse_faults(config: ClusterConfig, *, vocab_size: int) -> list[FaultReport]:
+    """Every fault of prefix reads, index and two routers once. Prints a row as soon as it is known."""
+    sets = make_families(
+        FamilySizes(vocab_size=vocab_size),
+        num_judged=NUM_FAMILIES,
+        num_for_leavers=NUM_FAMILIES_FOR_LEAVERS,
+    )
+    print("answers without faults ...", flush=True)
+    expected = await answers_without_faults(config, sets.judged_cases)
+    print(header(), flush=True)
+    async with open_lab(
+        config, expected=expected, sets=sets, is_whole=True, failpoints=FAILPOINTS
+    ) as lab:
+        for scenario in SCENARIOS:
+            show(await scenario(lab))
+        return lab.reports
+
+
 def show(report: FaultReport) -> None:
     print(row(report), flush=True)
 
 
 def header() -> str:
     return (
-        f"{'fault':<46} {'requests':>8} {'equal':>5} {'differ':>6} {'attempts':>8} {'slowest':>8}"
+        f"{'fault':<58} {'requests':>8} {'equal':>5} {'differ':>6} {'attempts':>8} {'slowest':>8}"
     )
 
 
 def row(report: FaultReport) -> str:
     """One line, and one more for each thing that is wrong or worth knowing."""
     lines = [
-        f"{report.fault:<46} {report.num_requests:>8} {report.num_equal:>5} "
+        f"{report.fault:<58} {report.num_requests:>8} {report.num_equal:>5} "
         f"{len(report.differing):>6} {report.num_attempts:>8} {report.slowest_s:>6.1f} s"
     ]
     lines += [f"    differs: {text}" for text in report.differing]
@@ -166,27 +195,28 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--transport", choices=get_args(TransportName), default="shm")
+    parser.add_argument("--only", choices=("handoff", "reuse"), help="faults of one kind")
     parser.add_argument("--data-dir", type=Path, help="where models are; logs go there too")
     parser.add_argument("--check", action="store_true", help="workers check all invariants")
     options = parser.parse_args(None if arguments is None else list(arguments))
     data_dir = (options.data_dir or default_data_dir(os.environ)).absolute()
     try:
         model = resolve(options.model, data_dir=data_dir)
+        vocab_size, num_layers = model.config.vocab_size, model.config.num_layers
+        reports: list[FaultReport] = []
         with tempfile.TemporaryDirectory(prefix="moonpool-faults-") as home:
-            config = cluster_config(
-                str(model.path),
-                data_dir=Path(home),
-                dtype=options.dtype,
-                is_checked=options.check,
-                transport=options.transport,
-            )
-            reports = asyncio.run(
-                run_all(
-                    config,
-                    vocab_size=model.config.vocab_size,
-                    num_layers=model.config.num_layers,
-                )
-            )
+            common = {
+                "data_dir": Path(home),
+                "dtype": options.dtype,
+                "is_checked": options.check,
+            }
+            if options.only != "reuse":
+                config = cluster_config(str(model.path), transport=options.transport, **common)
+                faults = run_handoff_faults(config, vocab_size=vocab_size, num_layers=num_layers)
+                reports += asyncio.run(faults)
+            if options.only != "handoff":
+                config = reuse_config(str(model.path), **common)
+                reports += asyncio.run(run_reuse_faults(config, vocab_size=vocab_size))
     except MoonpoolError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

@@ -14,7 +14,7 @@ from moonpool.cluster.part import RestartPolicy
 from moonpool.config.schema import ClusterConfig, WorkerGroup
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.channel import open_channel
-from moonpool_loadtest.faults.workload import Case, Client, Outcome, make_cases
+from moonpool_loadtest.faults.workload import Case, Client, Outcome, make_cases, make_family
 
 _JOIN_S = 60.0
 _QUIET_S = 15.0
@@ -57,7 +57,7 @@ class FaultReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSets:
-    """Requests in sets of four: two long ones and two short ones, none sharing a prefix."""
+    """Requests in sets: two long and two short ones that share nothing, or a family."""
 
     judged: tuple[tuple[Case, ...], ...]
     for_leavers: tuple[tuple[Case, ...], ...]
@@ -82,6 +82,36 @@ def make_sets(sizes: LabSizes, *, num_judged: int, num_for_leavers: int, seed: i
             max_tokens=sizes.max_tokens,
             rng=rng,
             prefix=f"s{number}-",
+        )
+        for number in range(num_judged + num_for_leavers)
+    )
+    return CaseSets(judged=sets[:num_judged], for_leavers=sets[num_judged:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilySizes:
+    """How large requests are that share a prefix."""
+
+    vocab_size: int
+    prefix: int = 160
+    #: With the prefix the last is too long to be prefilled where it is decoded, unless that is cached.
+    tails: tuple[int, ...] = (8, 21, 45, 33, 130)
+    max_tokens: int = 24
+
+
+def make_families(
+    sizes: FamilySizes, *, num_judged: int, num_for_leavers: int, seed: int = 11
+) -> CaseSets:
+    """Sets of requests that share a prefix within the set; the same for the same arguments."""
+    rng = random.Random(seed)
+    sets = tuple(
+        make_family(
+            vocab_size=sizes.vocab_size,
+            prefix_length=sizes.prefix,
+            tail_lengths=sizes.tails,
+            max_tokens=sizes.max_tokens,
+            rng=rng,
+            prefix=f"f{number}-",
         )
         for number in range(num_judged + num_for_leavers)
     )
@@ -133,11 +163,11 @@ class FaultLab:
     armed: dict[str, str] = field(default_factory=dict)
 
     def take(self) -> tuple[Case, ...]:
-        """Four requests whose prompts no worker has seen: two long, two short."""
+        """A set of requests whose prompts no worker has seen."""
         return self.fresh.pop(0)
 
     def take_for_leavers(self) -> tuple[Case, ...]:
-        """Four more, whose answers are not known."""
+        """One more, whose answers are not known."""
         return self.fresh_for_leavers.pop(0)
 
     async def settle(self) -> list[str]:
@@ -232,20 +262,25 @@ async def open_lab(
     expected: Expected,
     sets: CaseSets,
     environment: Mapping[str, str] | None = None,
+    is_whole: bool = False,
+    failpoints: Mapping[str, str] | None = None,
 ) -> AsyncIterator[FaultLab]:
-    """Start the workers of the cluster that is to be broken: no broker and no router yet.
+    """Start the workers of the cluster that is to be broken.
 
     Args:
         environment: Of the parts, beside this process's own.
+        is_whole: With broker and router, and ready; else there is neither yet.
+        failpoints: Of parts in their first life.
     """
     port = free_port()
     router = config.router.model_copy(update={"grpc_port": port})
     options = ClusterOptions(
         restart=RestartPolicy(min_pause_s=0.05, max_pause_s=0.5),
         is_pinned=False,
-        has_nats=False,
-        has_router=False,
-        waits_ready=False,
+        has_nats=is_whole,
+        has_router=is_whole,
+        waits_ready=is_whole,
+        failpoints=failpoints or {},
         environment=environment or {},
     )
     async with (

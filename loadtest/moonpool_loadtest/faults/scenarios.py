@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from moonpool.cluster.local_cluster import ROUTER, LocalCluster
 from moonpool.errors import UnavailableError
 from moonpool_loadtest.faults.lab import FaultLab, FaultReport
+from moonpool_loadtest.faults.waiting import within
 from moonpool_loadtest.faults.workload import Outcome
 
 PREFILL = "prefill-0"
@@ -21,7 +22,6 @@ DECODE = "decode-0"
 #: Reads KV over gRPC.
 DECODE_GRPC = "grpc-0"
 
-_POLL_S = 0.005
 #: Nobody is taken for dead sooner: keepalive time and timeout, less what passed of the first.
 _MIN_SILENCE_S = 2.5
 #: A router serves this soon after the broker is there (issue 2).
@@ -132,7 +132,7 @@ async def run_without_fault(lab: FaultLab) -> FaultReport:
     leading = Outcome(case=first)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(lab.client.read(leading))
-        await _within(30.0, "the first token", lambda: _has_token(leading))
+        await within(30.0, "the first token", lambda: _has_token(leading))
         outcomes.append(await lab.client.ask(second))
     outcomes.append(leading)
     for case in others:
@@ -217,7 +217,7 @@ async def run_nats_restart(lab: FaultLab) -> FaultReport:
         after = tasks.create_task(lab.client.ask_all(lab.take()))
         await lab.cluster.start_nats()
     outcomes += after.result()
-    problems += await _within(
+    problems += await within(
         READY_AFTER_NATS_S, "the router is connected again", lambda: _has_bus(lab.cluster)
     )
     problems += await lab.settle()
@@ -233,7 +233,7 @@ async def run_router_restart(lab: FaultLab) -> FaultReport:
     num_starts = router.num_starts
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(lab.client.ask_all(lab.take_for_leavers()))
-        await _within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
+        await within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
         await lab.cluster.kill(ROUTER)
     problems = [
         f"{outcome.case.name} did not see the cut"
@@ -288,7 +288,7 @@ async def _leave_queue(lab: FaultLab) -> bool:
     leavers = [Outcome(case=case) for case in cases]
     async with asyncio.TaskGroup() as tasks:
         reading = [tasks.create_task(lab.client.read(leaver)) for leaver in leavers]
-        met = not await _within(5.0, "queued", lambda: _is_queued(lab.cluster, 1))
+        met = not await within(5.0, "queued", lambda: _is_queued(lab.cluster, 1))
         for task in reversed(reading):
             task.cancel()
     return met
@@ -315,7 +315,7 @@ async def _leave_when(lab: FaultLab, is_met: Callable[[], Awaitable[bool]]) -> b
     leavers = [Outcome(case=case) for case in lab.take_for_leavers()[:2]]
     async with asyncio.TaskGroup() as tasks:
         reading = [tasks.create_task(lab.client.read(leaver)) for leaver in leavers]
-        met = not await _within(5.0, "stage", is_met)
+        met = not await within(5.0, "stage", is_met)
         for task in reading:
             task.cancel()
     return met and not any(leaver.done for leaver in leavers)
@@ -333,18 +333,6 @@ async def _leave_after(lab: FaultLab, num_tokens: int | None) -> bool:
 
 
 # -- looking at the cluster --
-
-
-async def _within(timeout_s: float, what: str, is_true: Callable[[], Awaitable[bool]]) -> list[str]:
-    """Nothing if it came true in time; else the problem."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                if await is_true():
-                    return []
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError:
-        return [f"not within {timeout_s:g} s: {what}"]
 
 
 async def _has_token(outcome: Outcome) -> bool:

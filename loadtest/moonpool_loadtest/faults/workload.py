@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -109,6 +109,32 @@ def make_cases(
         )
         for index, length in enumerate(prompt_lengths)
     )
+
+
+def make_family(
+    *,
+    vocab_size: int,
+    prefix_length: int,
+    tail_lengths: Sequence[int],
+    max_tokens: int,
+    rng: random.Random,
+    first_token_id: int = 16,
+    prefix: str = "",
+) -> tuple[Case, ...]:
+    """Alternately greedy and seeded, all with one prefix and each with a tail of its own.
+
+    Whoever is asked first leaves the prefix in a worker's cache; the others find it there.
+    """
+    tails = make_cases(
+        vocab_size=vocab_size,
+        prompt_lengths=tail_lengths,
+        max_tokens=max_tokens,
+        rng=rng,
+        first_token_id=first_token_id,
+        prefix=prefix,
+    )
+    shared = tuple(rng.randrange(first_token_id, vocab_size) for _ in range(prefix_length))
+    return tuple(replace(tail, prompt=shared + tail.prompt) for tail in tails)
 
 
 class Client:

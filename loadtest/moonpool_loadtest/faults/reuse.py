@@ -1,0 +1,353 @@
+"""Faults of reuse: prefixes read from peers, the router's index, and two routers on one cluster.
+
+Two workers that prefill and decode, with pools so small that requests push each other out. Requests come
+in families with one prefix; a router that takes its workers in turn sends a family to both, so that each
+reads from the other what it lacks. Each scenario leaves the cluster whole and quiet, the index of each
+router at the truth, and one row in the lab's reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from moonpool.cluster.local_cluster import ROUTER, LocalCluster
+from moonpool.config.schema import ClusterConfig
+from moonpool.errors import MoonpoolError, UnavailableError
+from moonpool.rpc.channel import open_channel
+from moonpool_loadtest.faults.lab import FaultLab, FaultReport
+from moonpool_loadtest.faults.waiting import within
+from moonpool_loadtest.faults.workload import Case, Client, Outcome
+
+#: Reads by shm, if it can; dies and comes back.
+LEFT = "left-0"
+#: Reads by gRPC, sometimes slowly; some changes of its cache get lost on their way to routers.
+RIGHT = "right-0"
+OTHER_ROUTER = "router-1"
+
+#: What the lives of LEFT are armed with, in order.
+LEFT_LIVES = (
+    "hold.after_opened=kill",
+    "kv.before_snapshot=kill",
+    "fetch.after_read=kill",
+    "fetch.read=flip@1;fetch.read=drop@2",
+)
+RIGHT_LIFE = ";".join(
+    (
+        # The first holder has time to die; a later one is merely slow.
+        "fetch.read=delay:300@1",
+        "fetch.read=delay:1500@3",
+        *(f"kv.publish=drop@{number}" for number in (3, 6, 7, 11, 16, 22, 30)),
+    )
+)
+FAILPOINTS = {LEFT: LEFT_LIVES[0], RIGHT: RIGHT_LIFE}
+
+#: Of the families that all scenarios take together.
+NUM_FAMILIES = 22
+NUM_FAMILIES_FOR_LEAVERS = 2
+
+_JOIN_S = 60.0
+_INDEX_S = 15.0
+_LOOK_S = 0.05
+#: State of a router that is gone is gone from its workers (issue 2: dead at 5 s with both silent).
+_FORGOTTEN_S = 5.0
+
+
+def reuse_config(
+    model: str, *, data_dir: Path, dtype: str, is_checked: bool = False
+) -> ClusterConfig:
+    """Two workers of role both with 48 blocks each; the router takes them in turn."""
+    return ClusterConfig.model_validate(
+        {
+            "name": "reuse",
+            "data_dir": data_dir,
+            "model": model,
+            "dtype": dtype,
+            "local_prefill_tokens": 256,
+            "router": {
+                "http_port": 0,
+                "grpc_port": 0,
+                "placement": {"disagg": "threshold", "mode": "round_robin"},
+            },
+            "worker": {
+                "num_blocks": 48,
+                "max_num_batched_tokens": 64,
+                "max_num_seqs": 4,
+                "max_model_len": 512,
+                # What is faster does not matter here.
+                "kv_peer_reads": "always",
+                "is_checked": is_checked,
+            },
+            "workers": [
+                {"role": "both", "name": "left", "transports": ["shm", "grpc"]},
+                {"role": "both", "name": "right", "transports": ["grpc"]},
+            ],
+        }
+    )
+
+
+async def run_peer_reads(lab: FaultLab) -> FaultReport:
+    """A holder dies as soon as it has told a reader what it holds; then while it says all it holds.
+
+    Takes LEFT's first two lives.
+    """
+    left = lab.cluster.part(LEFT)
+    left.arm(*LEFT_LIVES[1:])
+    started = asyncio.get_running_loop().time()
+    outcomes, followers, problems = await _lead(lab, num_families=2)
+    outcomes += await lab.client.ask_all(followers)
+    problems += await lab.died(LEFT, 1)
+    if not _num_logged(lab.cluster, RIGHT, "kv.fetched", '"lost"'):
+        problems.append(f"no read of {RIGHT} lost its holder")
+    # Its second life is asked for a snapshot as soon as it has joined, while it is given work.
+    outcomes += await lab.client.ask_all(lab.take())
+    problems += await lab.died(LEFT, 2)
+    problems += await settle(lab)
+    return lab.judge(
+        "kill -9 the holder of a prefix, and again in its snapshot",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=_reuse_note(outcomes),
+    )
+
+
+async def run_reader_killed(lab: FaultLab) -> FaultReport:
+    """A reader dies when the first bytes of a prefix have come. Takes LEFT's third life."""
+    started = asyncio.get_running_loop().time()
+    outcomes, followers, problems = await _lead(lab, num_families=2)
+    outcomes += await lab.client.ask_all(followers)
+    problems += await lab.died(LEFT, 3)
+    problems += await settle(lab)
+    return lab.judge(
+        "kill -9 the reader of a prefix",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=_reuse_note(outcomes),
+    )
+
+
+async def run_bad_reads(lab: FaultLab) -> FaultReport:
+    """What LEFT reads comes damaged, then not at all; what RIGHT reads, late."""
+    started = asyncio.get_running_loop().time()
+    outcomes, followers, problems = await _lead(lab, num_families=6)
+    outcomes += await lab.client.ask_all(followers)
+    problems += await settle(lab)
+    problems += [
+        f"{LEFT} did not meet {event}"
+        for event in ("kv.digest_mismatch", "kv.read_failed")
+        if not _num_logged(lab.cluster, LEFT, event)
+    ]
+    return lab.judge(
+        "prefixes damaged, lost and late on their way",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=_reuse_note(outcomes),
+    )
+
+
+async def run_holder_frozen(lab: FaultLab) -> FaultReport:
+    """The holder's service stops without dying, while LEFT is told to read from it."""
+    started = asyncio.get_running_loop().time()
+    outcomes, followers, problems = await _lead(lab, num_families=2)
+    process = lab.cluster.part(RIGHT).process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    try:
+        outcomes += await lab.client.ask_all(followers)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    problems += await settle(lab)
+    return lab.judge(
+        "SIGSTOP the holder of a prefix until all have their answers",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=_reuse_note(outcomes),
+    )
+
+
+async def run_index_gaps(lab: FaultLab) -> FaultReport:
+    """Changes of caches get lost; the broker goes, blocks come and go unheard, it comes back."""
+    started = asyncio.get_running_loop().time()
+    outcomes: list[Outcome] = []
+    async with asyncio.TaskGroup() as tasks:
+        before = tasks.create_task(lab.client.ask_all([*lab.take(), *lab.take()]))
+        await lab.cluster.kill_nats()
+    outcomes += before.result()
+    # By then what the index knows of the earlier families is wrong.
+    outcomes += await lab.client.ask_all(lab.take())
+    async with asyncio.TaskGroup() as tasks:
+        after = tasks.create_task(lab.client.ask_all(lab.take()))
+        await lab.cluster.start_nats()
+    outcomes += after.result()
+    problems = await settle(lab)
+    num_gaps = _num_logged(lab.cluster, ROUTER, "index.asks", "gap")
+    if not num_gaps:
+        problems.append("no change of a cache was ever missing")
+    return lab.judge(
+        "changes of caches lost, NATS killed and restarted",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=f"{_reuse_note(outcomes)}; {num_gaps} gaps noticed so far",
+    )
+
+
+async def run_two_routers(lab: FaultLab) -> FaultReport:
+    """Two routers send more than the workers hold; then one of them is killed in the middle.
+
+    Neither knows of the other; a worker takes or refuses in one step of its own.
+    """
+    started = asyncio.get_running_loop().time()
+    cluster = lab.cluster
+    cluster.start_router(OTHER_ROUTER)
+    await cluster.wait_ready(timeout_s=_JOIN_S)
+    outcomes: list[Outcome] = []
+    problems: list[str] = []
+    async with AsyncExitStack() as stack:
+        address = str(cluster.part(OTHER_ROUTER).fact("grpc_address"))
+        other = Client(await stack.enter_async_context(open_channel(address)))
+        # The same prefixes from both: what one router's request leaves, the other's finds.
+        families = [lab.take() for _ in range(3)]
+        ours = [case for family in families for case in family[::2]]
+        theirs = [case for family in families for case in family[1::2]]
+        async with asyncio.TaskGroup() as tasks:
+            asking = [
+                tasks.create_task(client.ask_all(cases))
+                for client, cases in ((lab.client, ours), (other, theirs))
+            ]
+            watch = tasks.create_task(_watch_ledgers(cluster, until=asking))
+        outcomes += [outcome for task in asking for outcome in task.result()]
+        problems += watch.result()
+        problems += await settle(lab)
+
+        leaving = [*lab.take_for_leavers(), *lab.take_for_leavers()]
+        async with asyncio.TaskGroup() as tasks:
+            cut = tasks.create_task(other.ask_all(leaving))
+            problems += await within(
+                10.0, "the other router's requests run", lambda: _is_running(cluster)
+            )
+            staying = tasks.create_task(lab.client.ask_all([*lab.take(), *lab.take()]))
+            num_starts = cluster.part(OTHER_ROUTER).num_starts
+            process = cluster.part(OTHER_ROUTER).process
+            assert process is not None
+            # Without the wait of Part.kill: the next router must not be there yet.
+            process.kill_now()
+            problems += await within(
+                _FORGOTTEN_S, "its sessions are gone", lambda: _num_sessions_is(cluster, 1)
+            )
+        outcomes += staying.result()
+        if all(outcome.done for outcome in cut.result()):
+            problems.append("all of the other router's requests had ended before it was killed")
+        problems += [
+            f"{outcome.case.name} did not see the cut"
+            for outcome in cut.result()
+            if outcome.done is None and not isinstance(outcome.error, UnavailableError)
+        ]
+        problems += await lab.died(OTHER_ROUTER, num_starts)
+        problems += await settle(lab)
+    return lab.judge(
+        "two routers compete, one is killed",
+        outcomes,
+        problems=problems,
+        started=started,
+        note=_reuse_note(outcomes),
+    )
+
+
+SCENARIOS = (
+    run_peer_reads,
+    run_reader_killed,
+    run_bad_reads,
+    run_holder_frozen,
+    run_index_gaps,
+    run_two_routers,
+)
+
+
+async def settle(lab: FaultLab) -> list[str]:
+    """Everyone is back, nobody holds anything, routers believe what is true; else what is wrong."""
+    problems = await lab.settle()
+    for router in lab.cluster.router_names:
+        problems += await within(
+            _INDEX_S,
+            f"{router} knows what the caches hold",
+            lambda router=router: _is_index_true(lab.cluster, router),  # type: ignore[misc]
+        )
+    return problems
+
+
+# -- parts --
+
+
+async def _lead(lab: FaultLab, *, num_families: int) -> tuple[list[Outcome], list[Case], list[str]]:
+    """Ask the first of each family, one after the other, so that each worker holds half of the prefixes.
+
+    Returns:
+        Their outcomes, all other members, and what is wrong.
+    """
+    families = [lab.take() for _ in range(num_families)]
+    outcomes = [await lab.client.ask(family[0]) for family in families]
+    used = {outcome.done.placement.decode_worker for outcome in outcomes if outcome.done}
+    problems = [f"no first request went to {name}" for name in {LEFT, RIGHT} - used]
+    problems += await within(
+        _INDEX_S, "the prefixes are known", lambda: _is_index_true(lab.cluster, ROUTER)
+    )
+    # In turn, each family goes to both workers.
+    return outcomes, [case for family in families for case in family[1:]], problems
+
+
+def _reuse_note(outcomes: Sequence[Outcome]) -> str:
+    done = [outcome.done.usage for outcome in outcomes if outcome.done]
+    return (
+        f"of {sum(usage.num_prompt_tokens for usage in done)} prompt tokens "
+        f"{sum(usage.num_cached_tokens for usage in done)} cached, "
+        f"{sum(usage.num_peer_tokens for usage in done)} of them read from a peer"
+    )
+
+
+def _num_logged(cluster: LocalCluster, part: str, *words: str) -> int:
+    """Lines of a part's log, of all its lives, that have all these words."""
+    lines = cluster.part(part).log_path.read_text(errors="replace").splitlines()
+    return sum(all(word in line for word in words) for line in lines)
+
+
+async def _is_index_true(cluster: LocalCluster, router: str) -> bool:
+    """By number; which blocks they are is what digests of the published sets are for."""
+    try:
+        stats = await cluster.cache_stats(router)
+        held = {name: (await cluster.ledger(name)).ledger.num_cached for name in cluster.worker_ids}
+    except MoonpoolError:
+        return False
+    return held == {
+        worker.worker_id: worker.num_published_blocks for worker in stats.workers if worker.is_live
+    }
+
+
+async def _is_running(cluster: LocalCluster) -> bool:
+    return (await cluster.status(OTHER_ROUTER)).num_running > 0
+
+
+async def _num_sessions_is(cluster: LocalCluster, num_sessions: int) -> bool:
+    reports = [await cluster.ledger(name) for name in cluster.worker_ids]
+    return all(report.num_router_sessions == num_sessions for report in reports)
+
+
+async def _watch_ledgers(
+    cluster: LocalCluster, *, until: Sequence[asyncio.Task[list[Outcome]]]
+) -> list[str]:
+    """Every block is free, cached or referenced, and none twice, at each look."""
+    problems: list[str] = []
+    while not all(task.done() for task in until):
+        for name in cluster.worker_ids:
+            ledger = (await cluster.ledger(name)).ledger
+            if ledger.num_free + ledger.num_cached + ledger.num_referenced != ledger.num_total:
+                problems.append(f"{name} has blocks that do not add up: {ledger}")
+        await asyncio.sleep(_LOOK_S)
+    return problems
