@@ -45,7 +45,18 @@ from moonpool.errors import (
 )
 from support.cli import cli
 
-COMMANDS = ("demo", "up", "chat", "status", "trace", "explain", "cache", "pull", "doctor", "version")
+COMMANDS = (
+    "demo",
+    "up",
+    "chat",
+    "status",
+    "trace",
+    "explain",
+    "cache",
+    "pull",
+    "doctor",
+    "version",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +176,17 @@ def test_wrong_usage_is_one_line_that_says_what_was_meant(arguments: list[str], 
     assert ran.out == ""
 
 
-@pytest.mark.parametrize("command", [["status"], ["chat", "hello"], ["trace", "abc"], ["explain", "abc"], ["cache", "stats"], ["cache", "clear"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["chat", "hello"],
+        ["trace", "abc"],
+        ["explain", "abc"],
+        ["cache", "stats"],
+        ["cache", "clear"],
+    ],
+)
 def test_without_a_cluster_commands_say_how_to_get_one(command: list[str]) -> None:
     ran = cli(*command)
     assert ran.code == EXIT_UNAVAILABLE

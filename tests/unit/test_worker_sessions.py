@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from moonpool.clock import SystemClock
 from moonpool.core.protocol import (
@@ -62,6 +63,20 @@ def test_the_outbox_merges_tokens_and_puts_ends_last() -> None:
         spans=(),
     )
     assert not outbox
+
+
+def test_the_outbox_keeps_the_last_word_on_what_was_cached() -> None:
+    outbox = RouterOutbox()
+    for message in (
+        replace(tokens(0, 7), num_cached_tokens=8, num_peer_tokens=4),
+        tokens(1, 8),
+        # After a preemption, some of it had to be computed.
+        replace(tokens(2, 9), num_cached_tokens=4),
+        tokens(3, 10),
+    ):
+        outbox.add(message, is_prefill_side=False)
+    (only,) = outbox.take().reports
+    assert only.message == replace(tokens(0, 7, 8, 9, 10), num_cached_tokens=4)
 
 
 class World:

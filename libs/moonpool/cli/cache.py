@@ -19,15 +19,12 @@ from moonpool.rpc.cache import fetch_cache_stats
 from moonpool.wire.cache_stats import CacheStats, WorkerCache
 
 _DEADLINE_S = 5.0
-#: Of the table where nobody looks through a window.
-_FILE_WIDTH = 160
-
 #: Rows of the account, in the order in which a prompt is cut.
 _MISSES = {
     MissReason.COLD: "cold: never asked before",
     MissReason.EVICTED: "evicted: asked before, nobody holds it",
     MissReason.ROUTED_AWAY: "routed away: held by a worker that was not read from",
-    MissReason.TOO_SLOW: "too slow: a peer was named, computing was sooner",
+    MissReason.TOO_SLOW: "too slow: a peer was named, and it was computed",
 }
 
 
@@ -89,8 +86,7 @@ def print_stats(stats: CacheStats, console: Console) -> None:
     console.print(_ceiling_words(stats), soft_wrap=True, markup=False)
     console.print()
     if stats.workers:
-        width = None if console.is_terminal else _FILE_WIDTH
-        console.print(_worker_table(stats), width=width)
+        console.print(_worker_table(stats))
     else:
         console.print("no worker has joined yet")
 
@@ -219,12 +215,13 @@ def _ceiling_words(stats: CacheStats) -> str:
 
 
 def _worker_table(stats: CacheStats) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("worker")
-    table.add_column("role")
-    for column in ("prompts", "hit", "of peers", "cold", "evicted", "away", "slow", "blocks"):
-        table.add_column(column, justify="right")
-    table.add_column("evicts")
+    """Fits 80 columns: shares of the prompts that each worker prefilled, and what it holds."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("worker", overflow="fold")
+    table.add_column("role", no_wrap=True)
+    for column in ("asked", "hit", "peer", "cold", "evict", "away", "slow", "blocks"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("evicts", no_wrap=True)
     for worker in stats.workers:
         table.add_row(*_worker_cells(worker))
     return table
@@ -232,7 +229,7 @@ def _worker_table(stats: CacheStats) -> Table:
 
 def _worker_cells(worker: WorkerCache) -> list[str]:
     counts, total = worker.counts, worker.counts.num_prompt_tokens
-    held = f"{worker.num_published_blocks:,} of {worker.num_total_blocks:,}"
+    held = f"{worker.num_published_blocks}/{worker.num_total_blocks}"
     return [
         worker.worker_id,
         worker.role.value if worker.role is not None else "gone",

@@ -87,6 +87,7 @@ def reply_json(reply: Reply) -> dict[str, Any]:
             "prompt_tokens": done.usage.num_prompt_tokens,
             "completion_tokens": done.usage.num_completion_tokens,
             "cached_tokens": done.usage.num_cached_tokens,
+            "cached_tokens_by_source": done.usage.num_cached_tokens_by_source,
         },
         "ttft_ms": done.timing.ttft_ms,
         "ttft_parts_ms": done.timing.ttft_parts_ms,
