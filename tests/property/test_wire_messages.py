@@ -294,6 +294,7 @@ def source_messages(draw: st.DrawFn) -> Any:
                     attempt_id=ATTEMPT,
                     num_cached_tokens=16 * len(blocks),
                     block_ids=blocks,
+                    num_peer_tokens=16 * len(blocks) // 2,
                     digests=bytes(8 * 30 * len(blocks)),
                 ),
                 LayersReady(

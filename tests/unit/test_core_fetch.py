@@ -74,7 +74,9 @@ def test_a_prefill_fetches_and_computes_the_rest() -> None:
     fetch(worker, reserved, request, 8)
     frame = worker.step(FetchEnded(attempt_id=ident(), num_tokens=8))
     assert frame.replies == (
-        PrefillStarted(attempt_id=ident(), num_cached_tokens=8, block_ids=(0, 1, 2, 3)),
+        PrefillStarted(
+            attempt_id=ident(), num_cached_tokens=8, block_ids=(0, 1, 2, 3), num_peer_tokens=8
+        ),
         ChunkPlanned(attempt_id=ident(), start=8, end=14),
     )
     assert worker.step().replies == (

@@ -250,6 +250,24 @@ def test_what_the_source_read_from_a_peer_is_told(
     assert d.core(reply) == [to_router(told)]
 
 
+def test_a_source_that_dies_early_has_said_what_it_read_from_a_peer(d: Decoder) -> None:
+    d.reserve()
+    blocks = (BlockId(20), BlockId(21))
+    d.source(
+        Opened(
+            attempt_id=attempt(),
+            num_cached_tokens=8,
+            block_ids=blocks,
+            num_peer_tokens=4,
+            digests=b"xxxx",
+        )
+    )
+    d.done(0)
+    assert d(StreamBroken(attempt_id=attempt()))[-1:] == [arrived(8, None)]
+    told = tokens(num_cached_tokens=8, num_peer_tokens=4)
+    assert d.core(tokens(num_cached_tokens=8)) == [to_router(told)]
+
+
 def test_what_has_no_room_is_refused_without_asking_the_core(d: Decoder) -> None:
     message = DecodeRequest(request=REQUEST, attempt=2, source=SOURCE, deadline_s=60.0)
     hopeless = RouterMessageReceived(router=R, message=message, has_room=False)

@@ -149,7 +149,9 @@ REPLIES: tuple[Reply, ...] = (
     PrefixLocked(read_id=1, block_ids=()),
     Revoked(attempt_id=ATTEMPT),
     HandedBack(attempt_id=ATTEMPT, reason=HandBackReason.PREEMPTED),
-    PrefillStarted(attempt_id=ATTEMPT, num_cached_tokens=0, block_ids=blocks(3)),
+    PrefillStarted(
+        attempt_id=ATTEMPT, num_cached_tokens=32, block_ids=blocks(3), num_peer_tokens=16
+    ),
     ChunkPlanned(attempt_id=ATTEMPT, start=16, end=40),
     PrefillDone(attempt_id=ATTEMPT, num_cached_tokens=16, first_token=11),
     PrefillDone(attempt_id=ATTEMPT, num_cached_tokens=32, first_token=11, num_peer_tokens=16),

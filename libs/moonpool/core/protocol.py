@@ -293,6 +293,8 @@ class PrefillStarted:
     attempt_id: AttemptId
     num_cached_tokens: int
     block_ids: tuple[BlockId, ...]
+    #: Of the cached tokens, how many were read from a peer for this attempt.
+    num_peer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ def prefill_started(state: RequestState) -> PrefillStarted:
         attempt_id=state.attempt_id,
         num_cached_tokens=state.num_cached_tokens,
         block_ids=tuple(state.block_ids),
+        num_peer_tokens=state.num_peer_tokens,
     )
 
 

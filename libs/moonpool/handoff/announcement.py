@@ -44,6 +44,8 @@ class Announcement:
     block_ids: tuple[BlockId, ...]
     #: Tokens [0, num_cached_tokens) were ready at the start; a multiple of the block size.
     num_cached_tokens: int
+    #: Of those, how many were read from a peer.
+    num_peer_tokens: int = 0
     #: Opened has been told.
     is_opened: bool = False
     #: Chunks with a layer that is not told yet, in order.
@@ -65,6 +67,7 @@ class Announcement:
                     attempt_id=self.attempt_id,
                     num_cached_tokens=self.num_cached_tokens,
                     block_ids=self._blocks(0, self.num_cached_tokens, config),
+                    num_peer_tokens=self.num_peer_tokens,
                 )
             )
         ready: list[tuple[int, int, int, int]] = []
@@ -109,6 +112,7 @@ class Announcement:
             self.is_opened,
             self.block_ids,
             self.num_cached_tokens,
+            self.num_peer_tokens,
             tuple((chunk.start, chunk.end, chunk.step, chunk.num_told) for chunk in self._chunks),
         )
 

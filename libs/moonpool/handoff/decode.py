@@ -385,8 +385,9 @@ class DecodeHandoffs:
             return
         handoff.patience_ends_at = now + self._config.progress_s
         match message:
-            case Opened(num_cached_tokens=num_cached_tokens):
-                handoff.num_source_cached_tokens = num_cached_tokens
+            case Opened():
+                handoff.num_source_cached_tokens = message.num_cached_tokens
+                handoff.num_source_peer_tokens = message.num_peer_tokens
                 self._announced(handoff, message)
             case LayersReady():
                 self._announced(handoff, message)

@@ -181,6 +181,8 @@ class Opened:
     num_cached_tokens: int
     #: The source's blocks of [0, num_cached_tokens), in order.
     block_ids: tuple[BlockId, ...]
+    #: Of the cached tokens, how many the source read from a peer.
+    num_peer_tokens: int = 0
     #: All leaves of these blocks, layers [0, num_layers); filled by the shell.
     digests: bytes = b""
 

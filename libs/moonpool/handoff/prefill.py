@@ -326,6 +326,7 @@ class PrefillHandoffs:
             attempt_id=handoff.attempt_id,
             block_ids=reply.block_ids,
             num_cached_tokens=reply.num_cached_tokens,
+            num_peer_tokens=reply.num_peer_tokens,
         )
         self._announce(handoff, now)
 

@@ -56,6 +56,7 @@ class WirePrefillStarted(Wire, tag=35):
     attempt_id: AttemptId
     num_cached_tokens: int
     block_ids: bytes
+    num_peer_tokens: int
 
 
 class WireChunkPlanned(Wire, tag=36):
@@ -166,7 +167,7 @@ _REPLY_TO_WIRE: dict[type, Callable[[Any], WireReply]] = {
     Revoked: lambda r: WireRevoked(r.attempt_id),
     HandedBack: lambda r: WireHandedBack(r.attempt_id, r.reason),
     PrefillStarted: lambda r: WirePrefillStarted(
-        r.attempt_id, r.num_cached_tokens, pack_u32(r.block_ids)
+        r.attempt_id, r.num_cached_tokens, pack_u32(r.block_ids), r.num_peer_tokens
     ),
     ChunkPlanned: lambda r: WireChunkPlanned(r.attempt_id, r.start, r.end),
     PrefillDone: lambda r: WirePrefillDone(
@@ -198,6 +199,7 @@ _REPLY_FROM_WIRE: dict[type, Callable[[Any], Reply]] = {
         attempt_id=w.attempt_id,
         num_cached_tokens=w.num_cached_tokens,
         block_ids=unpack_blocks(w.block_ids),
+        num_peer_tokens=w.num_peer_tokens,
     ),
     WireChunkPlanned: lambda w: ChunkPlanned(attempt_id=w.attempt_id, start=w.start, end=w.end),
     WirePrefillDone: lambda w: PrefillDone(

@@ -87,6 +87,7 @@ def source_message_to_pb(
                     num_cached_tokens=message.num_cached_tokens,
                     block_ids=message.block_ids,
                     leaves=message.digests,
+                    num_peer_tokens=message.num_peer_tokens,
                 )
             )
         case LayersReady():
@@ -131,6 +132,12 @@ def source_message_from_pb(message: pb.FromPrefill, attempt_id: AttemptId) -> So
                 attempt_id=attempt_id,
                 num_cached_tokens=_num_tokens(opened.num_cached_tokens, "opened.num_cached_tokens"),
                 block_ids=block_ids,
+                num_peer_tokens=between(
+                    opened.num_peer_tokens,
+                    "opened.num_peer_tokens",
+                    low=0,
+                    high=opened.num_cached_tokens,
+                ),
                 digests=opened.leaves,
             )
         case "layers":

@@ -326,14 +326,16 @@ class FromDecode(_message.Message):
     def __init__(self, open: _Optional[_Union[HandoffOpen, _Mapping]] = ...) -> None: ...
 
 class HandoffOpened(_message.Message):
-    __slots__ = ("num_cached_tokens", "block_ids", "leaves")
+    __slots__ = ("num_cached_tokens", "block_ids", "leaves", "num_peer_tokens")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     leaves: bytes
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., leaves: _Optional[bytes] = ...) -> None: ...
+    num_peer_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., leaves: _Optional[bytes] = ..., num_peer_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffLayersReady(_message.Message):
     __slots__ = ("start", "end", "first_layer", "end_layer", "block_ids", "leaves")
