@@ -12,7 +12,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +191,35 @@ async def test_a_nixl_read_of_a_source_that_stands_still_is_fenced(way: str) -> 
             assert not pool.bytes.any()
             result = await again.read(other.read_everything(), timeout_s=20)
             assert result.bad_leaves == ()
+
+
+async def test_a_nixl_read_that_cannot_be_posted_ends_no_other_that_may_still_be_written() -> None:
+    async with source_process(by="nixl-tcp") as source:
+        pool = reader_pool(source.region.layout)
+        async with make_transport("nixl-tcp", pool) as transport:
+            peer = await transport.connect(source.region, timeout_s=5)
+            # What lies beyond the pool is not the agent's: NIXL refuses to post it.
+            believed = replace(source.region, pool_bytes=2 * source.region.pool_bytes)
+            misled = await transport.connect(believed, timeout_s=5)
+            beyond = KvRead.of(
+                np.array([[source.region.pool_bytes, 0, 64]]),
+                blocks=[],
+                layers=[],
+                expected=[],
+                after_span=[],
+            )
+            os.kill(source.process.pid, signal.SIGSTOP)
+            async with asyncio.TaskGroup() as group:
+                pending = group.create_task(peer.read(source.read_everything(), timeout_s=60))
+                await asyncio.sleep(0)
+                async with asyncio.timeout(5):
+                    assert await _error_code(misled.read(beyond, timeout_s=60)) == "kv_peer_lost"
+                assert peer.is_lost
+                assert not pending.done()
+                os.kill(source.process.pid, signal.SIGCONT)
+            assert pending.result().bad_leaves == ()
+            again = await transport.connect(source.region, timeout_s=5)
+            assert (await again.read(source.read_everything(), timeout_s=20)).bad_leaves == ()
 
 
 async def test_memory_of_a_killed_source_stays_readable_and_is_then_gone() -> None:

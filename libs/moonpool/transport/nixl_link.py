@@ -6,7 +6,8 @@ Life of a read
 3. The thread asks for the oldest job of each peer, so the jobs of one peer end in order. Asking makes
    progress; the pause between two looks is a fraction of the time since something moved.
 4. It is done, and its copy is checked, while it is warm in the cache and without another change of threads;
-   or it failed: the peer is lost, its agent is removed, and all its jobs end.
+   or it failed: the peer is lost, its agent is removed, and all its jobs end. A READ that could not even be
+   posted loses the peer too, but ends no other job: what is in flight may still be written.
 5. The loop is told. From here on no byte of it will be written.
 
 A job that is dropped before 2 is not posted. A READ in flight cannot be recalled, so a job that is dropped
@@ -379,7 +380,7 @@ class NixlLink:
             if len(job.remote):
                 job.handle = self._agent.read(remote.name, job.remote, job.local)
         except NixlError as error:
-            self._lose(remote, str(error))
+            self._read_no_more(remote, str(error))
             self._end(job, peer_lost(f"{remote.name}: {error}"))
             return
         remote.jobs.append(job)
@@ -424,6 +425,13 @@ class NixlLink:
             assert self._agent is not None
             self._agent.release(job.handle)
 
+    def _read_no_more(self, remote: _Remote, why: str) -> None:
+        """A READ could not be posted. What is in flight may still be written: it ends by itself, or failed."""
+        self._tell_closed(remote, why)
+        remote.connections.clear()
+        if not remote.jobs:
+            self._remove(remote)
+
     def _lose(self, remote: _Remote, why: str) -> None:
         """A transfer failed: UCX has failed the connection, and with it everything on it."""
         for job in remote.jobs:
@@ -445,11 +453,14 @@ class NixlLink:
     def _tell_lost(self, remotes: list[_Remote], why: str) -> None:
         """Whoever learns of a read's end finds every connection marked that went with it."""
         for remote in remotes:
-            for connection in remote.connections:
-                self._tell(partial(self._on_lost, connection, f"{remote.name}: {why}"))
+            self._tell_closed(remote, why)
         for remote in remotes:
             for job in remote.jobs:
                 self._end(job, peer_lost(f"{remote.name}: {why}"))
+
+    def _tell_closed(self, remote: _Remote, why: str) -> None:
+        for connection in remote.connections:
+            self._tell(partial(self._on_lost, connection, f"{remote.name}: {why}"))
 
     def _finish(self, job: NixlJob) -> None:
         """All bytes are here."""
