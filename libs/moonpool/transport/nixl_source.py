@@ -42,6 +42,8 @@ log = structlog.get_logger("moonpool.transport")
 START_S = 30.0
 #: To take leave of readers.
 _STOP_S = 2.0
+#: Metadata names every way to the agent: some KB for each NIC, in hexadecimal.
+_MAX_REPORT_BYTES = 1 << 24
 #: One percent of a core, and the step in which a reader on this host connects.
 PAUSE_S = 20e-3
 
@@ -71,7 +73,7 @@ class NixlSource:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
             fds = (self._pool_fd, theirs.fileno())
             settings = json.dumps(self._ucx)
             self._process = await asyncio.create_subprocess_exec(
