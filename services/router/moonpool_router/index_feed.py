@@ -40,8 +40,10 @@ from moonpool_router.books import RouterBooks
 ASK_TIMEOUT_S = 10.0
 #: From here on keys are computed in a thread: on the loop they would take half a millisecond.
 LONG_PROMPT_TOKENS = 8_192
-#: The loop is everybody's: after so many batches in a row others have their turn.
+#: The loop is everybody's: after so many batches in a row, a large one counted as several, others have
+#: their turn.
 _BATCHES_PER_TURN = 16
+_KEYS_PER_BATCH = 1_024
 
 log = structlog.get_logger("moonpool.router")
 
@@ -179,7 +181,7 @@ class IndexFeed:
             self._reuse.on_stored(events.batch.stored_keys)
             if self._follower.index.needs_snapshot(events.worker):
                 self._wakeup.set()
-            num_in_turn += 1
+            num_in_turn += 1 + events.batch.num_keys // _KEYS_PER_BATCH
             if num_in_turn >= _BATCHES_PER_TURN:
                 num_in_turn = 0
                 await asyncio.sleep(0)
