@@ -50,13 +50,6 @@ def test_the_chunks_of_a_prompt_sum_to_the_prompt() -> None:
     assert TransferCost(latency_s=1.0, bytes_per_s=1.0).predict(0) == 0.0
 
 
-def test_a_queue_is_counted_in_whole_steps() -> None:
-    assert PREFILL.predict_queue(0) == 0.0
-    assert PREFILL.predict_queue(5_000) == pytest.approx(
-        2 * PREFILL.predict(2_048) + PREFILL.predict(904)
-    )
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_prefill_fit_predicts_what_it_has_not_seen(noise: float) -> None:
     """One step in ten is held up by a second: that moves nothing."""

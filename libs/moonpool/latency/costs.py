@@ -42,14 +42,6 @@ class PrefillCost:
             + self.per_work_s * prefill_work(num_tokens, num_cached_tokens)
         )
 
-    def predict_queue(self, num_tokens: int) -> float:
-        """Seconds for `num_tokens` of other requests, of whose prompts nothing more is known.
-
-        Their attention is taken as that of prompts of one step each, so it is rather too low.
-        """
-        num_full_steps, num_rest_tokens = divmod(num_tokens, self.max_step_tokens)
-        return num_full_steps * self.predict(self.max_step_tokens) + self.predict(num_rest_tokens)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCost:

@@ -44,10 +44,6 @@ class SampleWindow:
         assert (self._reluctance > 0.0).all(), reluctance
         self._strata: OrderedDict[tuple[int, ...], deque[tuple[float, ...]]] = OrderedDict()
 
-    @property
-    def num_samples(self) -> int:
-        return sum(map(len, self._strata.values()))
-
     def add(self, sizes: Sequence[int], features: Sequence[float], seconds: float) -> None:
         """Note a sample; `sizes` say which stratum it is of. Requires seconds > 0."""
         assert seconds > 0.0, seconds
