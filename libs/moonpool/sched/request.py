@@ -152,7 +152,8 @@ class RequestState:
     ) -> Self:
         """State of a new attempt, with the prompt hashed.
 
-        `num_peer_tokens` is what a peer is believed to hold, whatever that may be. Requires prompt + emitted to be shorter than prompt + max_tokens and than `max_model_len`.
+        `num_peer_tokens` is what a peer is believed to hold, whatever that may be. Requires prompt +
+        emitted to be shorter than prompt + max_tokens and than `max_model_len`.
         """
         sampling = request.sampling
         known = request.token_ids
