@@ -193,6 +193,7 @@ def test_nobody_is_chosen_who_may_not_be(seed: int) -> None:
         assert plan.peer.num_tokens == min(believed[plan.peer.key], limit)
         assert plan.num_cached_tokens + plan.num_read_tokens <= plan.peer.num_tokens
         assert not by_key[plan.peer.key].is_inhibited
+        assert not by_key[plan.peer.key].load.is_draining
     else:
         assert plan.num_read_tokens == 0
 

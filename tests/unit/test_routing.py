@@ -227,12 +227,35 @@ def test_a_slow_peer_is_named_but_not_counted_on() -> None:
 
 
 def test_reading_waits_in_the_queue_and_is_hidden_there() -> None:
-    views = [make_view("a", is_draining=True, fits=FITS), make_view("b", queued=300, fits=FITS)]
+    views = [make_view("a", queued=5_000, fits=FITS), make_view("b", queued=300, fits=FITS)]
     decision = place(views, make_query(1_000, cached={"a": 800}), disagg=ONLY_LOCAL)
     plan = decision.plan
     assert plan is not None
     assert (plan.kind, plan.load_s) == (PlanKind.FETCH, pytest.approx(0.01))
     assert plan.ttft_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("unwilling", ["draining", "inhibited"])
+def test_who_will_not_serve_readers_is_not_named_and_hides_nobody_who_does(unwilling: str) -> None:
+    gone = [
+        make_view(
+            f"a{n}",
+            fits=FITS,
+            available=0,
+            is_draining=unwilling == "draining",
+            is_inhibited=unwilling == "inhibited",
+        )
+        for n in range(5)
+    ]
+    views = [*gone, make_view("b", queued=5_000, fits=FITS), make_view("c", fits=FITS)]
+    cached = {f"a{n}": 960 for n in range(5)}
+    alone = place(views, make_query(1_000, cached=cached), disagg=ONLY_LOCAL)
+    assert alone.plan is not None
+    assert (alone.plan.kind, alone.plan.peer) == (PlanKind.RECOMPUTE, None)
+    helped = place(views, make_query(1_000, cached=cached | {"b": 800}), disagg=ONLY_LOCAL)
+    assert helped.plan is not None
+    assert (helped.plan.key, helped.plan.kind) == (make_key("c"), PlanKind.FETCH)
+    assert helped.plan.peer == PeerMatch(key=make_key("b"), num_tokens=800)
 
 
 def test_the_last_token_and_the_block_it_is_in_are_always_computed() -> None:

@@ -184,8 +184,10 @@ class Forecast:
         table, num_tokens = self.table, self.query.num_tokens
         held = self.num_cached_tokens
         # The longest match first; among equals whoever has less to do.
-        peers = np.lexsort((table.num_queued_tokens + table.num_requests, -held))[:_MAX_PEERS]
-        peers = peers[(held[peers] > 0) & ~table.is_inhibited[peers]]
+        peers = np.lexsort((table.num_queued_tokens + table.num_requests, -held))
+        # Who drains locks nothing for readers any more.
+        is_willing = ~(table.is_inhibited | table.is_draining)
+        peers = peers[(held[peers] > 0) & is_willing[peers]][:_MAX_PEERS]
         if not len(peers):
             return
         reachable = np.minimum(held[peers], limit[:, None])
