@@ -152,6 +152,25 @@ def test_without_a_command_there_is_help() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--prefix-tokens", "100"), "--prefix-tokens 100: allowed are multiples of 16"),
+        (
+            ("--question-tokens", "8"),
+            "'--question-tokens': Input should be greater than or equal to 32",
+        ),
+        (("--rounds", "0"), "'--rounds': Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_demo_of_prefixes_that_cannot_be_is_refused(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    ran = cli("demo", "prefix", *arguments)
+    assert ran.code == EXIT_USAGE
+    assert told in ran.err
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["statsu"], "Did you mean 'status'?"),

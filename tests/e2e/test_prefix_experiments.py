@@ -1,0 +1,64 @@
+"""The experiments about prefixes, small: the same path through real processes on a tiny model."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from moonpool.hub.model_dir import resolve
+from moonpool_loadtest.experiments.lab import Cores, Setting
+from moonpool_loadtest.experiments.multi_turn import IN_TURNS, Chat, Turn, open_runner
+from moonpool_loadtest.experiments.slow_peer import open_arm
+from support.tiny_llama import TinyLlama, write_tiny_llama
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    cores = sorted(os.sched_getaffinity(0))
+    model = write_tiny_llama(tmp_path / "tiny", TinyLlama())
+    return Setting(
+        model=resolve(str(model), data_dir=tmp_path / "data"),
+        home=tmp_path / "data",
+        dtype="float32",
+        cores=Cores(engine=cores[-1], others=cores[0]),
+        is_quick=True,
+    )
+
+
+def check(turns: list[Turn]) -> None:
+    """Nothing is computed twice, and what is told is what was computed."""
+    assert max(turn.num_excess_tokens for turn in turns) <= 0, turns
+    assert [
+        turn for turn in turns if turn.num_engine_tokens not in (None, turn.num_computed_tokens)
+    ] == []
+    assert turns[-1].num_peer_tokens > 0, turns
+
+
+async def test_a_chat_that_changes_its_workers_each_turn_computes_what_is_new(
+    setting: Setting,
+) -> None:
+    chat = Chat(num_turns=4, opening_tokens=200, question_tokens=40, answer_tokens=8)
+    async with open_runner(setting, IN_TURNS, chat, peer_reads="always") as runner:
+        by_tokens = await runner.by_tokens()
+        by_text = await runner.by_text()
+    check(by_tokens)
+    check(by_text)
+    assert [turn.num_changed_tokens for turn in by_tokens] == [0] * 4
+    assert [turn.num_new_tokens for turn in by_tokens] == [200, 40, 40, 40]
+    pairs = [turn.workers for turn in by_tokens]
+    assert all(one != other for one, other in itertools.pairwise(pairs)), pairs
+
+
+async def test_a_question_to_the_other_worker_is_a_hit_on_a_peer_each_time(
+    setting: Setting,
+) -> None:
+    async with open_arm(
+        setting, "delayed", document_tokens=160, reads="always", failpoint="fetch.read=delay:50"
+    ) as arm:
+        hits = [await arm.hit() for _ in range(2)]
+    for hit in hits:
+        assert (hit.outcome, hit.num_peer_tokens) == ("whole", 160)
+        assert hit.fetch_ms > 50
