@@ -17,7 +17,13 @@ from moonpool.inference.generation import (
 )
 from moonpool.inference.output import FinishReason
 from moonpool_loadtest.faults.__main__ import make_kills, row, sets_for, verdict
-from moonpool_loadtest.faults.lab import FaultReport, LabSizes, make_sets
+from moonpool_loadtest.faults.lab import (
+    FamilySizes,
+    FaultReport,
+    LabSizes,
+    make_families,
+    make_sets,
+)
 from moonpool_loadtest.faults.workload import Case, Outcome, make_cases
 
 CASE = Case(name="c", prompt=(1, 2), max_tokens=3)
@@ -103,3 +109,15 @@ def test_cases_alternate_greedy_and_seeded_and_are_the_same_each_time() -> None:
 def test_the_whole_run_has_fifty_requests_at_least() -> None:
     sets = sets_for(make_kills(layers=(0, 15, 29)), vocab_size=320)
     assert len(sets.judged_cases) >= 50
+
+
+def test_a_family_shares_its_prefix_and_nothing_with_another() -> None:
+    sizes = FamilySizes(vocab_size=320)
+    sets = make_families(sizes, num_judged=5, num_for_leavers=1)
+    prefixes = set()
+    for family in (*sets.judged, *sets.for_leavers):
+        assert len(family) == len(sizes.tails)
+        (prefix,) = {case.prompt[: sizes.prefix] for case in family}
+        assert len({case.prompt[sizes.prefix :] for case in family}) == len(family)
+        prefixes.add(prefix[:16])
+    assert len(prefixes) == 6
