@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 from typing import get_args
@@ -20,8 +21,12 @@ from moonpool.config.process import (
 from moonpool.config.schema import (
     ClusterConfig,
     EvictionPolicyName,
+    NatsSettings,
     PlacementSettings,
     RouterMode,
+    RouterSettings,
+    TelemetrySettings,
+    WorkerSettings,
     default_data_dir,
 )
 from moonpool.config.secret import load_or_create_secret
@@ -250,6 +255,18 @@ def test_the_example_file_is_the_defaults_but_for_what_it_says() -> None:
     config = load_cluster_config(_REPO / "deploy" / "cluster.toml", environ={}).config
     defaults = load_cluster_config(None, environ={}).config
     assert config == defaults
+
+
+def test_the_example_file_shows_every_key_but_those_for_breaking_things() -> None:
+    text = (_REPO / "deploy" / "cluster.toml").read_text()
+    sections = (ClusterConfig, NatsSettings, RouterSettings, PlacementSettings, WorkerSettings)
+    hidden = {
+        key
+        for section in (*sections, TelemetrySettings)
+        for key in section.model_fields
+        if not re.search(rf"^(# )?{key} = |^\[+(router\.)?{key}\]", text, re.MULTILINE)
+    }
+    assert hidden == {"failpoints", "unsafe_failpoints"}
 
 
 def test_documents_come_back_as_they_were(tmp_path: Path) -> None:
