@@ -199,6 +199,25 @@ async def test_a_large_change_leaves_in_parts_each_with_its_sequence() -> None:
         assert short.match(block_keys(chain)) == {KEY: 10}
 
 
+@pytest.mark.parametrize("is_asked_meanwhile", [False, True])
+async def test_between_the_parts_of_a_large_change_others_have_their_turn(
+    is_asked_meanwhile: bool,
+) -> None:
+    chain = make_chain("abcdefghij")
+    async with stage(max_batch_blocks=3) as s:
+        s.publisher.take([stored(chain)])
+        seen: list[int] = []
+        async with asyncio.timeout(5.0):
+            while (sequence := s.publisher.head.sequence) < 4:
+                seen.append(sequence)
+                if is_asked_meanwhile and sequence == 2:
+                    assert s.publisher.snapshot().head.count == 10
+                await asyncio.sleep(0)
+        assert set(seen) == ({0, 1, 2} if is_asked_meanwhile else {0, 1, 2, 3})
+        await s.until_heard(4)
+        assert s.followed().head(KEY) == s.publisher.head
+
+
 @pytest.mark.parametrize("num_changes", [1, 3])
 async def test_a_broker_that_takes_no_such_message_does_no_harm(num_changes: int) -> None:
     chain = make_chain("abc")

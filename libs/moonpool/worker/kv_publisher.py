@@ -9,8 +9,8 @@ Rules
      events merge in the log, and the set stays at what was published.
   2. A batch that the bus drops is gone: whoever follows notices by the next one, or by an announcement,
      and asks for a snapshot.
-  3. No message is larger than a broker takes: a large change leaves as several batches, each a change of
-     the set with a sequence of its own.
+  3. A large change leaves as several batches, each a change of the set with a sequence of its own: no
+     message is larger than a broker takes, and between two of them others have their turn.
   4. A snapshot, and what is looked up here, is up to date whether the broker is there or not.
 """
 
@@ -37,6 +37,8 @@ log = structlog.get_logger("moonpool.worker")
 
 #: What has changed leaves at once, but the next change not before this: every router decodes each message.
 MIN_INTERVAL_S = 0.05
+#: Of one batch: the set takes them up in two milliseconds. Far below what a message may have.
+BATCH_BLOCKS = 4_096
 
 
 class KvPublisher:
@@ -54,15 +56,18 @@ class KvPublisher:
         *,
         books: WorkerBooks,
         failpoints: Failpoints | None = None,
-        max_batch_blocks: int = MAX_BATCH_BLOCKS,
+        max_batch_blocks: int = BATCH_BLOCKS,
         min_interval_s: float = MIN_INTERVAL_S,
     ) -> None:
+        assert max_batch_blocks <= MAX_BATCH_BLOCKS, max_batch_blocks
         self._worker = worker
         self._books = books
         self._failpoints = failpoints or Failpoints.off()
         self._max_batch_blocks = max_batch_blocks
         self._min_interval_s = min_interval_s
         self._log = CacheEventLog()
+        #: What was taken from the log and has not reached the set, in parts of a batch each.
+        self._parts: deque[tuple[CacheEvent, ...]] = deque()
         self._set = PublishedSet()
         #: Changes of the set that have not left; sent, or dropped, together.
         self._batches: deque[EventBatch] = deque()
@@ -97,20 +102,33 @@ class KvPublisher:
             await self._has_news.wait()
             self._has_news.clear()
             if bus.is_connected:
-                self._advance()
-            if not self._batches:
-                continue
-            while self._batches:
-                await self._publish(bus, subject, self._batches.popleft())
-            await asyncio.sleep(self._min_interval_s)
+                self._take_log()
+            has_told = False
+            while self._batches or (self._parts and bus.is_connected):
+                if not self._batches:
+                    self._take_part()
+                    # The loop is everybody's, and publishing need not wait.
+                    await asyncio.sleep(0)
+                while self._batches:
+                    await self._publish(bus, subject, self._batches.popleft())
+                    has_told = True
+            if has_told:
+                await asyncio.sleep(self._min_interval_s)
 
     def _advance(self) -> None:
         """Bring the set up to the cache."""
-        for events in split_cache_events(self._log.take(), self._max_batch_blocks):
-            batch = self._set.apply(events)
-            if batch is not None:
-                self._batches.append(batch)
-                self._has_news.set()
+        self._take_log()
+        while self._parts:
+            self._take_part()
+
+    def _take_log(self) -> None:
+        self._parts.extend(split_cache_events(self._log.take(), self._max_batch_blocks))
+
+    def _take_part(self) -> None:
+        batch = self._set.apply(self._parts.popleft())
+        if batch is not None:
+            self._batches.append(batch)
+            self._has_news.set()
 
     async def _publish(self, bus: Bus, subject: str, batch: EventBatch) -> None:
         if self._failpoints.hit("kv.publish") == "drop":
