@@ -12,6 +12,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.cluster.local_cluster import ROUTER, LocalCluster
@@ -46,7 +47,7 @@ RIGHT_LIFE = ";".join(
 FAILPOINTS = {LEFT: LEFT_LIVES[0], RIGHT: RIGHT_LIFE}
 
 #: Of the families that all scenarios take together.
-NUM_FAMILIES = 22
+NUM_FAMILIES = 20
 NUM_FAMILIES_FOR_LEAVERS = 2
 
 _JOIN_S = 60.0
@@ -97,8 +98,9 @@ async def run_peer_reads(lab: FaultLab) -> FaultReport:
     left = lab.cluster.part(LEFT)
     left.arm(*LEFT_LIVES[1:])
     started = asyncio.get_running_loop().time()
-    outcomes, followers, problems = await _lead(lab, num_families=2)
-    outcomes += await lab.client.ask_all(followers)
+    led = await _lead(lab, num_families=2)
+    problems = led.problems
+    outcomes = led.outcomes + await lab.client.ask_all(led.cases(first=LEFT))
     problems += await lab.died(LEFT, 1)
     if not _num_logged(lab.cluster, RIGHT, "kv.fetched", '"lost"'):
         problems.append(f"no read of {RIGHT} lost its holder")
@@ -118,8 +120,9 @@ async def run_peer_reads(lab: FaultLab) -> FaultReport:
 async def run_reader_killed(lab: FaultLab) -> FaultReport:
     """A reader dies when the first bytes of a prefix have come. Takes LEFT's third life."""
     started = asyncio.get_running_loop().time()
-    outcomes, followers, problems = await _lead(lab, num_families=2)
-    outcomes += await lab.client.ask_all(followers)
+    led = await _lead(lab, num_families=2)
+    problems = led.problems
+    outcomes = led.outcomes + await lab.client.ask_all(led.cases(first=RIGHT))
     problems += await lab.died(LEFT, 3)
     problems += await settle(lab)
     return lab.judge(
@@ -134,8 +137,13 @@ async def run_reader_killed(lab: FaultLab) -> FaultReport:
 async def run_bad_reads(lab: FaultLab) -> FaultReport:
     """What LEFT reads comes damaged, then not at all; what RIGHT reads, late."""
     started = asyncio.get_running_loop().time()
-    outcomes, followers, problems = await _lead(lab, num_families=6)
-    outcomes += await lab.client.ask_all(followers)
+    led = await _lead(lab, num_families=4)
+    problems = led.problems
+    outcomes = led.outcomes
+    for held in led.followers.values():
+        for family in held:
+            # One goes to its prefix, the other has it fetched.
+            outcomes += [await lab.client.ask(case) for case in family[:2]]
     problems += await settle(lab)
     problems += [
         f"{LEFT} did not meet {event}"
@@ -154,12 +162,13 @@ async def run_bad_reads(lab: FaultLab) -> FaultReport:
 async def run_holder_frozen(lab: FaultLab) -> FaultReport:
     """The holder's service stops without dying, while LEFT is told to read from it."""
     started = asyncio.get_running_loop().time()
-    outcomes, followers, problems = await _lead(lab, num_families=2)
+    led = await _lead(lab, num_families=2)
+    problems = led.problems
     process = lab.cluster.part(RIGHT).process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     try:
-        outcomes += await lab.client.ask_all(followers)
+        outcomes = led.outcomes + await lab.client.ask_all(led.cases(first=RIGHT))
     finally:
         process.send_signal(signal.SIGCONT)
     problems += await settle(lab)
@@ -286,21 +295,39 @@ async def settle(lab: FaultLab) -> list[str]:
 # -- parts --
 
 
-async def _lead(lab: FaultLab, *, num_families: int) -> tuple[list[Outcome], list[Case], list[str]]:
-    """Ask the first of each family, one after the other, so that each worker holds half of the prefixes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Families:
+    """Families whose first members have been answered, each by a worker that holds the prefix now."""
 
-    Returns:
-        Their outcomes, all other members, and what is wrong.
-    """
-    families = [lab.take() for _ in range(num_families)]
-    outcomes = [await lab.client.ask(family[0]) for family in families]
-    used = {outcome.done.placement.decode_worker for outcome in outcomes if outcome.done}
-    problems = [f"no first request went to {name}" for name in {LEFT, RIGHT} - used]
+    outcomes: list[Outcome]
+    problems: list[str]
+    #: All others, by that worker.
+    followers: dict[str, list[tuple[Case, ...]]]
+
+    def cases(self, *, first: str) -> list[Case]:
+        """All followers, of prefixes that `first` holds before the others.
+
+        Workers that have room take turns, so that the first ones go to both.
+        """
+        families = sorted(self.followers.items(), key=lambda item: item[0] != first)
+        return [case for _, held in families for family in held for case in family]
+
+
+async def _lead(lab: FaultLab, *, num_families: int) -> _Families:
+    """Ask the first of each family, one after the other, so that each worker holds some prefixes."""
+    followers: dict[str, list[tuple[Case, ...]]] = {LEFT: [], RIGHT: []}
+    outcomes: list[Outcome] = []
+    for _ in range(num_families):
+        first, *others = lab.take()
+        outcome = await lab.client.ask(first)
+        outcomes.append(outcome)
+        if outcome.done is not None:
+            followers[outcome.done.placement.decode_worker].append(tuple(others))
+    problems = [f"no first request went to {name}" for name in followers if not followers[name]]
     problems += await within(
         _INDEX_S, "the prefixes are known", lambda: _is_index_true(lab.cluster, ROUTER)
     )
-    # In turn, each family goes to both workers.
-    return outcomes, [case for family in families for case in family[1:]], problems
+    return _Families(outcomes=outcomes, problems=problems, followers=followers)
 
 
 def _reuse_note(outcomes: Sequence[Outcome]) -> str:
