@@ -44,6 +44,7 @@ def make_view(
     is_draining: bool = False,
     is_inhibited: bool = False,
     is_full: bool = False,
+    churn: float = 0.0,
     fits: WorkerFits | None = None,
     transfers: Mapping[str, TransferCost] | None = None,
 ) -> WorkerView:
@@ -79,6 +80,7 @@ def make_view(
         own_num_queued_tokens=own_num_queued_tokens,
         is_inhibited=is_inhibited,
         is_full=is_full,
+        churn=churn,
     )
 
 

@@ -548,7 +548,8 @@ def test_workers_are_told_of_the_peer_that_holds_more() -> None:
     r.join(P2, replace(IDLE, is_draining=True))
     (local,) = r.arrive()
     assert isinstance(local, SendDecode)
-    assert (local.message.source, local.message.peer) == (None, peer)
+    # Whoever drains is neither asked to prefill nor read from.
+    assert (local.message.source, local.message.peer) == (None, None)
 
 
 def usage(effects: list[DispatchEffect]) -> tuple[int, int]:

@@ -285,9 +285,7 @@ def test_decode_keeps_room_for_the_answer_and_its_tpot() -> None:
     assert place_beside(make_view("a", fits=FITS, num_requests=155), other) == "a"
 
 
-def test_equal_predictions_go_to_the_lower_tpot_then_the_emptier_pool_then_the_smaller_key() -> (
-    None
-):
+def test_equal_predictions_go_to_the_lower_tpot_then_where_less_is_given_up() -> None:
     views = [
         make_view("a", DECODE, num_requests=3, fits=FITS),
         make_view("b", DECODE, num_requests=1, available=500, fits=FITS),
@@ -296,6 +294,22 @@ def test_equal_predictions_go_to_the_lower_tpot_then_the_emptier_pool_then_the_s
         make_view("p", PREFILL, fits=FITS),
     ]
     assert chosen(place(views, make_query()).decode) == "c"
+    views[2] = make_view("c", DECODE, num_requests=1, churn=1.0, fits=FITS)
+    assert chosen(place(views, make_query()).decode) == "d"
+    views[3] = make_view("d", DECODE, num_requests=1, churn=2.0, fits=FITS)
+    views[1] = make_view("b", DECODE, num_requests=1, churn=2.0, available=500, fits=FITS)
+    assert chosen(place(views, make_query()).decode) == "c"
+
+
+def test_equal_prefill_workers_are_filled_equally_fast() -> None:
+    views = [
+        make_view("d", DECODE, fits=FITS),
+        make_view("p", PREFILL, churn=1.0, fits=FITS),
+        make_view("q", PREFILL, fits=FITS),
+    ]
+    decision = place(views, make_query(1_000), disagg=ONLY_REMOTE)
+    assert decision.prefill is not None
+    assert chosen(decision.prefill) == "q"
 
 
 def test_chunks_that_break_the_tpot_of_others_go_elsewhere() -> None:

@@ -9,6 +9,7 @@ sides a message a step for nothing.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field, replace
 
 from moonpool.core.protocol import RefuseReason
@@ -18,6 +19,7 @@ from moonpool.routing.fleet_table import FleetTable
 from moonpool.routing.worker_view import WorkerFits, WorkerInfo, WorkerLoad, WorkerView
 
 _NEVER = float("-inf")
+_MAX_CHURN_WEIGHT = 1e100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class _Worker:
     prefilling: dict[RequestId, int] = field(default_factory=dict)
     num_new_blocks: int = 0
     num_queued_tokens: int = 0
+    #: Blocks that requests brought into its cache, recent ones counting more; see `fill`.
+    churn: float = 0.0
 
 
 class Fleet:
@@ -71,6 +75,8 @@ class Fleet:
         self._table = FleetTable()
         #: Workers whose row in the table is not as it should be.
         self._changed: dict[WorkerKey, None] = {}
+        #: What a block that is brought in now counts: grows e-fold while all pools are filled once.
+        self._churn_weight = 1.0
 
     def __contains__(self, key: WorkerKey) -> bool:
         return key in self._workers
@@ -166,6 +172,23 @@ class Fleet:
         self._changed[key] = None
         worker.num_queued_tokens += num_tokens
 
+    def fill(self, key: WorkerKey, num_blocks: int) -> None:
+        """A request brings so many blocks into this worker's cache, which push others out.
+
+        Kept so that equal choices can be spread: caches that are filled equally fast forget equally
+        old blocks, as one pool would. Older ones count less, by how often all pools were filled since.
+        """
+        worker = self._workers[key]
+        worker.churn += num_blocks * self._churn_weight
+        self._changed[key] = None
+        num_total_blocks = sum(other.load.num_total_blocks for other in self._workers.values())
+        self._churn_weight *= math.exp(min(num_blocks / max(num_total_blocks, 1), 1.0))
+        if self._churn_weight > _MAX_CHURN_WEIGHT:
+            for other in self._workers.values():
+                other.churn /= self._churn_weight
+            self._changed.update(dict.fromkeys(self._workers))
+            self._churn_weight = 1.0
+
     def end_decode(self, key: WorkerKey, request_id: RequestId) -> None:
         """May come twice, or after the worker is lost."""
         worker = self._workers.get(key)
@@ -207,10 +230,12 @@ class Fleet:
             twin.prefilling = dict(worker.prefilling)
             fork._workers[key] = twin
         fork._changed = dict.fromkeys(fork._workers)
+        fork._churn_weight = self._churn_weight
         return fork
 
     def key(self) -> tuple[object, ...]:
-        """Equal for fleets that behave alike, exact times apart."""
+        """Equal for fleets that behave alike, exact times and how far churns lie apart, apart."""
+        churns = sorted({worker.churn for worker in self._workers.values()})
         return tuple(
             sorted(
                 (
@@ -225,6 +250,7 @@ class Fleet:
                     tuple(sorted(worker.prefilling.items())),
                     worker.num_new_blocks,
                     worker.fits,
+                    churns.index(worker.churn),
                 )
                 for key, worker in self._workers.items()
             )
@@ -241,6 +267,7 @@ class Fleet:
             assert set(worker.prefilling) == prefilling.get(key, set()), (key, worker, prefilling)
             assert worker.num_queued_tokens == sum(worker.prefilling.values()), (key, worker)
             assert worker.num_new_blocks >= 0, (key, worker)
+            assert 0.0 <= worker.churn < math.inf, (key, worker)
 
 
 def _view(worker: _Worker) -> WorkerView:
@@ -254,4 +281,5 @@ def _view(worker: _Worker) -> WorkerView:
         own_num_queued_tokens=worker.num_queued_tokens,
         is_inhibited=worker.inhibited_until > _NEVER,
         is_full=worker.refusal is not None,
+        churn=worker.churn,
     )

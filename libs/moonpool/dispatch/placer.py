@@ -90,6 +90,9 @@ class Placer:
         num_blocks = -(-decision.num_tokens // self._fleet.info(decode).block_size)
         self._fleet.begin_decode(decode, request_id, num_blocks)
         self._fleet.begin_prefill(plan.key, request_id, plan.num_computed_tokens)
+        self._fill(plan.key, plan.num_read_tokens + plan.num_computed_tokens)
+        if plan.key != decode and decision.disagg is not None:
+            self._fill(decode, decision.disagg.num_uncached_tokens)
         return Target(
             decode=decode, prefill=plan.key if decision.prefill is not None else None, plan=plan
         )
@@ -128,6 +131,9 @@ class Placer:
         return self._num_placed if is_counting else None
 
     # -- parts --
+
+    def _fill(self, key: WorkerKey, num_tokens: int) -> None:
+        self._fleet.fill(key, num_tokens // self._fleet.info(key).block_size)
 
     def _peer(self, plan: PrefillPlan) -> PeerPrefix | None:
         if plan.peer is None:

@@ -38,6 +38,7 @@ _COUNTS = (
     "bytes_per_token",
     "num_layers",
 )
+_COLUMNS = (*_BOOLS, *_COUNTS, "churn")
 
 
 class FleetTable:
@@ -65,6 +66,8 @@ class FleetTable:
         self.block_size: IntArray = np.zeros(0, np.int64)
         self.bytes_per_token: IntArray = np.zeros(0, np.int64)
         self.num_layers: IntArray = np.zeros(0, np.int64)
+        #: float64[worker]: how fast requests fill each cache; only the order means something.
+        self.churn: FloatArray = np.zeros(0)
         #: Somebody has measured prefills: predictions are in seconds.
         self.is_measured = False
         #: float64[coefficient, worker]: as measured, NaN where nothing is; and with the gaps filled.
@@ -134,6 +137,7 @@ class FleetTable:
         self.block_size[row] = info.block_size
         self.bytes_per_token[row] = info.bytes_per_token
         self.num_layers[row] = info.num_layers
+        self.churn[row] = view.churn
         if view.fits is not self._fits[row]:
             self._fits[row] = view.fits
             self._measured[:, row] = _coefficients(view.fits)
@@ -145,7 +149,7 @@ class FleetTable:
         row = self._row_by_key.get(key)
         if row is None:
             return
-        for name in (*_BOOLS, *_COUNTS):
+        for name in _COLUMNS:
             setattr(self, name, np.delete(getattr(self, name), row))
         self.infos = (*self.infos[:row], *self.infos[row + 1 :])
         del self._fits[row]
@@ -157,7 +161,7 @@ class FleetTable:
         assert list(self.keys) == sorted(set(self.keys)), self.keys
         assert self.keys == tuple(info.key for info in self.infos)
         size = len(self.keys)
-        for name in (*_BOOLS, *_COUNTS):
+        for name in _COLUMNS:
             assert len(getattr(self, name)) == size, name
         assert len(self._fits) == len(self._row_by_key) == size
         assert self.transfer_latency_s.shape == self.transfer_bytes_per_s.shape == (size, size)
@@ -169,7 +173,7 @@ class FleetTable:
 
     def _insert(self, view: WorkerView) -> int:
         row = bisect_left(self.keys, view.key)
-        for name in (*_BOOLS, *_COUNTS):
+        for name in _COLUMNS:
             setattr(self, name, np.insert(getattr(self, name), row, 0))
         self.infos = (*self.infos[:row], view.info, *self.infos[row:])
         self._fits.insert(row, view.fits)

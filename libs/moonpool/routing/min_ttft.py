@@ -7,8 +7,10 @@ Decode   1. who has room for the answer that is expected, if anybody has
          2. whose predicted TPOT stays within the SLO, its own chunks included if it would prefill
             here; if nobody's does, those near the lowest
          3. the soonest first token, be it prefilled here or elsewhere
-         4. among those within `slack` of it the lowest TPOT, then the least loaded
-Prefill  the soonest first token, handoff included
+         4. among those within `slack` of it the lowest TPOT
+         5. among those within `slack` of that the one whose cache was filled least of late: it gives up
+            the least, and caches that are filled equally fast are worth the most together
+Prefill  the soonest first token, handoff included; within `slack` of it as in 5.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import numpy as np
 
 from moonpool.routing.config import MinTtftConfig
 from moonpool.routing.disagg_decider import DisaggConfig
-from moonpool.routing.fleet_table import BoolArray, FloatArray
+from moonpool.routing.fleet_table import BoolArray, FloatArray, IntArray
 from moonpool.routing.forecast import Forecast
-from moonpool.routing.policy import Choice, lowest
+from moonpool.routing.policy import Choice
 
 #: If nobody meets the SLO: a TPOT of so many times the lowest will do.
 _NEAR_LOWEST = 1.25
@@ -52,16 +54,17 @@ class MinTtft:
             is_open = is_open & (forecast.tpot_s <= lowest_tpot_s * _NEAR_LOWEST)
         best = scores[is_open].min()
         rows = np.flatnonzero(is_open & (scores <= best * (1.0 + self._config.slack)))
-        if len(rows) == 1:
-            return Choice(row=int(rows[0]), scores=scores)
-        load = forecast.table.num_requests[rows] + forecast.used_fraction[rows]
-        first = np.lexsort((load, forecast.tpot_s[rows]))[0]
-        return Choice(row=int(rows[first]), scores=scores)
+        tpot_s = forecast.tpot_s[rows]
+        rows = rows[tpot_s <= tpot_s.min() * (1.0 + self._config.slack)]
+        return Choice(row=_least_filled(forecast, rows), scores=scores)
 
     def choose_prefill(
         self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
     ) -> Choice:
-        return lowest(forecast.ready_s + forecast.interference_s + exposed_s, is_open)
+        scores = forecast.ready_s + forecast.interference_s + exposed_s
+        best = scores[is_open].min()
+        rows = np.flatnonzero(is_open & (scores <= best * (1.0 + self._config.slack)))
+        return Choice(row=_least_filled(forecast, rows), scores=scores)
 
     def _within_slo(
         self, forecast: Forecast, local_s: FloatArray, remote_s: FloatArray
@@ -74,3 +77,9 @@ class MinTtft:
             np.where(forecast.tpot_s <= slo_s, remote_s, np.inf),
         )
         return scores
+
+
+def _least_filled(forecast: Forecast, rows: IntArray) -> int:
+    """Of workers that are as good; ties go to the least loaded, then to the smaller key."""
+    churn, load = forecast.table.churn, forecast.table.num_requests + forecast.used_fraction
+    return int(rows[np.lexsort((load[rows], churn[rows]))[0]])

@@ -94,6 +94,8 @@ class WorkerView:
     is_inhibited: bool = False
     #: It refused a moment ago, and no report has shown more room since.
     is_full: bool = False
+    #: How fast requests fill its cache, in a unit that is the same for all workers of a router.
+    churn: float = 0.0
 
     @property
     def key(self) -> WorkerKey:
