@@ -331,6 +331,19 @@ def test_a_pace_that_is_too_slow_ends_it_at_once(r: Reader) -> None:
     assert r.done(2, is_ok=False) == [CLOSE, ended(20), record(FetchOutcome.SLOW, 4, 4.0)]
 
 
+@pytest.mark.parametrize("mode", [FetchMode.AUTO, FetchMode.ALWAYS])
+def test_a_pace_is_judged_however_long_computing_takes_but_for_who_always_reads(
+    mode: FetchMode,
+) -> None:
+    # 20 tokens take 40 s, which is longer than a holder waits.
+    r = Reader(mode, PrefillCost(base_s=0.0, per_token_s=2.0, per_work_s=0.0, max_step_tokens=99))
+    r.open()
+    # 20 s for 2 blocks: the other 3 would take 30 s, and 24 s to compute.
+    r.now = 20.0
+    goes_on = start_read(2, 5) if mode is FetchMode.ALWAYS else STOP
+    assert r.done(0) == [goes_on, fetched(12)]
+
+
 def test_computing_would_be_done_by_now(r: Reader) -> None:
     r.open()
     r.now = 4.9

@@ -57,7 +57,7 @@ from moonpool.core.protocol import (
     TokensReady,
 )
 from moonpool.handoff.arrival import Arrival
-from moonpool.handoff.config import FetchConfig, HandoffConfig
+from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.effects import (
     CloseStream,
     FetchEffect,
@@ -417,7 +417,7 @@ class FetchReads:
             num_cached_tokens=arrival.num_verified_tokens, num_tokens=end
         )
         limit_at = fetch.ticket.begun_at + fetch.plan.limit_s
-        if rest_s is None or fetch.plan.limit_s >= self._fetch_config.hold_s:
+        if rest_s is None or self._fetch_config.mode is FetchMode.ALWAYS:
             fetch.stop_at = limit_at
             return
         pace_s = max(num_rest_bytes * s_per_byte, 0.0)
