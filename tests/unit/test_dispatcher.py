@@ -335,10 +335,24 @@ def test_the_queue_is_looked_at_only_when_there_may_be_room(r: Router) -> None:
     assert r.load(P, busy) == r.load(D) == r.load(D, replace(IDLE, num_available_blocks=90)) == []
     assert r.at(0.9) == []
     assert looks == []
+    # It has a decode worker; what comes free there brings it no prefill worker.
     assert r.load(D, replace(IDLE, num_available_blocks=91)) == []
-    assert looks == [A.request_id]
+    assert looks == []
+    # Nor is it looked at for another one's sake.
+    assert r.arrive(make_request("b", prompt=10, arrival=2.0)) == []
+    assert looks == [RequestId("b")]
     # Nobody is left to prefill it elsewhere.
-    assert r(WorkerLost(key=P)) == sent(2, prefill=None, deadline_s=59.1)
+    looks.clear()
+    assert r(WorkerLost(key=P))[0] == sent(2, prefill=None, deadline_s=59.1)[0]
+    assert looks[0] == A.request_id
+
+
+def test_blocks_that_come_free_are_news_to_who_lacks_them(r: Router) -> None:
+    full = replace(IDLE, num_available_blocks=2)
+    assert r.load(D, full) == []
+    assert r.arrive() == []
+    assert r.load(D, full) == []
+    assert r.load(D, replace(IDLE, num_available_blocks=3)) == sent(1)
 
 
 def test_nobody_passes_who_waits_for_a_decode_worker(r: Router) -> None:

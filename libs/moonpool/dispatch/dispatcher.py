@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import enum
 import heapq
-from bisect import insort
 from dataclasses import replace
 
 from moonpool.core.protocol import (
@@ -70,8 +69,9 @@ from moonpool.dispatch.events import (
     WorkerLost,
     WorkerMessageReceived,
 )
-from moonpool.dispatch.fleet import Fleet
+from moonpool.dispatch.fleet import Fleet, RoomNews
 from moonpool.dispatch.placer import MatchPrefix, Placer, nothing_cached
+from moonpool.dispatch.request_queue import RequestQueue
 from moonpool.dispatch.request_record import DispatchState, OnWorkers, RequestRecord
 from moonpool.errors import (
     CancelledByClientError,
@@ -89,10 +89,6 @@ from moonpool.ids import RequestId, WorkerKey
 from moonpool.inference.cached_tokens import CachedTokens
 from moonpool.inference.generation import Usage
 from moonpool.inference.output import FinishReason, TokenRun
-from moonpool.inference.request import Age
-
-#: So many requests that wait for a prefill worker may be passed by those that need none.
-_MAX_PASSED = 32
 
 
 class _Placing(enum.Enum):
@@ -115,8 +111,8 @@ class Dispatcher:
         self._config = config
         self._match = match
         self._requests: dict[RequestId, RequestRecord] = {}
-        #: The QUEUED ones, the oldest first.
-        self._queue: list[Age] = []
+        #: The QUEUED ones.
+        self._queue = RequestQueue()
         #: Heap of deadlines; entries of ended requests are skipped, and swept when they are many.
         self._deadlines: list[tuple[float, RequestId]] = []
         self._fleet = Fleet(config)
@@ -135,8 +131,10 @@ class Dispatcher:
             case WorkerMessageReceived(key=key, message=message):
                 self._on_worker_message(key, message, now)
             case LoadReported(key=key, load=load):
-                if self._fleet.report(key, load):
-                    self._may_place = True
+                news = self._fleet.report(key, load)
+                self._may_place |= news is not RoomNews.NONE
+                if news is RoomNews.WORKERS:
+                    self._look_again()
             case RequestArrived():
                 self._on_request_arrived(event, now)
             case RequestCancelled(request_id=request_id):
@@ -145,7 +143,7 @@ class Dispatcher:
                 self._on_stopped(event)
             case WorkerJoined(info=info):
                 self._fleet.join(info)
-                self._may_place = True
+                self._look_again()
             case WorkerLost(key=key):
                 self._on_worker_lost(key, now)
             case DrainRequested():
@@ -188,7 +186,7 @@ class Dispatcher:
         """An independent copy, for exploration."""
         fork = Dispatcher(self._config, match=self._match)
         fork._requests = {key: request.fork() for key, request in self._requests.items()}
-        fork._queue = list(self._queue)
+        fork._queue = self._queue.fork()
         fork._deadlines = list(self._deadlines)
         fork._fleet = self._fleet.fork()
         fork._placer = self._placer.fork(fork._fleet)
@@ -202,6 +200,7 @@ class Dispatcher:
             tuple(sorted(request.key() for request in self._requests.values())),
             self._fleet.key(),
             self._placer.key(),
+            self._queue.key(),
             self._is_draining,
         )
 
@@ -209,7 +208,7 @@ class Dispatcher:
         """Check every invariant; for tests and debugging."""
         assert not self._effects
         queued = [r.request.age for r in self._requests.values() if r.state is DispatchState.QUEUED]
-        assert self._queue == sorted(queued), (self._queue, queued)
+        self._queue.validate(queued)
         decoding: dict[WorkerKey, set[RequestId]] = {}
         prefilling: dict[WorkerKey, set[RequestId]] = {}
         with_deadline = {request_id for _, request_id in self._deadlines}
@@ -241,10 +240,12 @@ class Dispatcher:
         assert not event.request.emitted_token_ids, request
         assert event.request.num_remaining_tokens > 0, request
         if self._is_draining:
-            self._refuse(request, UnavailableError("the router is draining", code="draining"))
+            self._append_end(
+                request, None, UnavailableError("the router is draining", code="draining")
+            )
             return
         if len(self._queue) >= self._config.max_queued_requests:
-            self._refuse(request, OverloadedError("too many requests wait for a worker"))
+            self._append_end(request, None, OverloadedError("too many requests wait for a worker"))
             return
         self._requests[request.request_id] = request
         heapq.heappush(self._deadlines, (request.deadline_at, request.request_id))
@@ -394,7 +395,7 @@ class Dispatcher:
 
     def _on_worker_lost(self, key: WorkerKey, now: float) -> None:
         self._fleet.lose(key)
-        self._may_place = True
+        self._look_again()
         for request in list(self._requests.values()):
             placed = request.placed
             if placed is None or key not in (placed.decode, placed.prefill):
@@ -420,14 +421,12 @@ class Dispatcher:
         Nobody passes a request that waits for a decode worker. One that waits for a prefill worker
         is passed by those that need none: they do not take what it waits for.
         """
-        num_passed = 0
-        while num_passed < min(len(self._queue), _MAX_PASSED + 1):
-            request = self._requests[self._queue[num_passed].request_id]
-            match self._place(request, now):
+        while (request_id := self._queue.next()) is not None:
+            match self._place(self._requests[request_id], now):
                 case _Placing.NO_DECODE_ROOM:
                     return
                 case _Placing.NO_PREFILL_ROOM:
-                    num_passed += 1
+                    self._queue.pass_over(request_id)
                 case _Placing.DONE:
                     pass
 
@@ -476,7 +475,7 @@ class Dispatcher:
 
     def _enqueue(self, request: RequestRecord) -> None:
         request.state = DispatchState.QUEUED
-        insort(self._queue, request.request.age)
+        self._queue.add(request.request.age)
         self._may_place = True
 
     def _begin_running(self, request: RequestRecord) -> None:
@@ -549,10 +548,6 @@ class Dispatcher:
         self._abort(request)
         self._may_place = True
 
-    def _refuse(self, request: RequestRecord, error: MoonpoolError) -> None:
-        """End a request that was never taken."""
-        self._append_end(request, None, error)
-
     def _append_end(
         self,
         request: RequestRecord,
@@ -582,7 +577,7 @@ class Dispatcher:
 
     def _finish_turn(self, now: float) -> list[DispatchEffect]:
         if self._queue and self._fleet.expire(now):
-            self._may_place = True
+            self._look_again()
         if self._may_place:
             self._may_place = False
             self._place_queued(now)
@@ -590,6 +585,11 @@ class Dispatcher:
             self._may_place = False
         effects, self._effects = self._effects, []
         return effects
+
+    def _look_again(self) -> None:
+        """Who may be asked has changed."""
+        self._may_place = True
+        self._queue.look_again()
 
     def _sweep_deadlines(self) -> None:
         heap = self._deadlines

@@ -9,6 +9,7 @@ sides a message a step for nothing.
 from __future__ import annotations
 
 import copy
+import enum
 import math
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,17 @@ from moonpool.routing.worker_view import WorkerFits, WorkerInfo, WorkerLoad, Wor
 
 _NEVER = float("-inf")
 _MAX_CHURN_WEIGHT = 1e100
+
+
+class RoomNews(enum.Enum):
+    """What a report of load means to those that wait."""
+
+    #: Whoever found no place before finds none now.
+    NONE = enum.auto()
+    #: Who lacked blocks may find some.
+    BLOCKS = enum.auto()
+    #: The worker may be asked again, or no more.
+    WORKERS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +111,11 @@ class Fleet:
         self._workers.pop(key, None)
         self._changed[key] = None
 
-    def report(self, key: WorkerKey, load: WorkerLoad) -> bool:
-        """Note a worker's load. False: whoever found no place before finds none now."""
+    def report(self, key: WorkerKey, load: WorkerLoad) -> RoomNews:
+        """Note a worker's load."""
         worker = self._workers.get(key)
         if worker is None:
-            return False
+            return RoomNews.NONE
         self._changed[key] = None
         if load.fits is not None:
             worker.fits = load.fits
@@ -119,13 +131,14 @@ class Fleet:
                 worker.refusal = None
             elif worker.refusal.load is None:
                 worker.refusal = replace(worker.refusal, load=load)
-        return (
-            num_gained_blocks > 0
-            or was_refusing != (worker.refusal is not None)
+        if (
+            was_refusing != (worker.refusal is not None)
             # One that drains is not waited for: the prefill may come to be local.
             or load.is_draining != before.is_draining
             or load.num_total_blocks != before.num_total_blocks
-        )
+        ):
+            return RoomNews.WORKERS
+        return RoomNews.BLOCKS if num_gained_blocks > 0 else RoomNews.NONE
 
     def refused(self, key: WorkerKey, reason: RefuseReason, now: float) -> None:
         """The worker has no room until a report shows some."""
