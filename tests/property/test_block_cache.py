@@ -37,6 +37,8 @@ class Holder:
     block_ids: list[BlockId]
     #: Holds blocks of another; its own chain is not inserted.
     is_reader: bool = False
+    #: Holds a cached prefix for somebody elsewhere.
+    is_lent: bool = False
 
 
 @dataclass(slots=True)
@@ -81,6 +83,15 @@ class Model:
         self.refs.subtract(block_ids)
         for entry in self.cached.values():
             if entry.block_id in block_ids and not self.refs[entry.block_id]:
+                entry.last_used = self.tick
+
+    def take_back(self, block_ids: Sequence[BlockId]) -> None:
+        """As release, but those that were used before stay as recent as they were."""
+        self.tick += 1
+        self.refs.subtract(block_ids)
+        for entry in self.cached.values():
+            is_idle = entry.block_id in block_ids and not self.refs[entry.block_id]
+            if is_idle and not entry.last_used:
                 entry.last_used = self.tick
 
     @property
@@ -182,6 +193,8 @@ class BlockCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), letter=st.sampled_from("ab"))
     def grow(self, data: st.DataObject, letter: str) -> None:
         holder = data.draw(st.sampled_from(self.holders))
+        if holder.is_lent:
+            return
         block_ids = self._allocate(1)
         if block_ids is None:
             return
@@ -195,18 +208,32 @@ class BlockCacheMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         """A reader locks some blocks of a request, not always from the chain's start."""
         holder = data.draw(st.sampled_from(self.holders))
+        if not holder.block_ids:
+            return
         start = data.draw(st.integers(0, len(holder.block_ids) - 1))
         locked = holder.block_ids[start:]
         self.cache.acquire(locked)
         self.model.acquire(locked)
         self.holders.append(Holder(holder.text, locked, is_reader=True))
 
+    @rule(text=texts)
+    def lend(self, text: str) -> None:
+        """A peer reads what is cached of a chain."""
+        matched = self.cache.match_prefix(make_chain(text)).block_ids
+        self.cache.lend(matched)
+        self.model.refs.update(matched)
+        self.holders.append(Holder(text, list(matched), is_lent=True))
+
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        self.cache.release(holder.block_ids)
-        self.model.release(holder.block_ids)
+        if holder.is_lent:
+            self.cache.take_back(holder.block_ids)
+            self.model.take_back(holder.block_ids)
+        else:
+            self.cache.release(holder.block_ids)
+            self.model.release(holder.block_ids)
 
     @rule()
     def clear(self) -> None:

@@ -123,3 +123,22 @@ def test_a_fork_of_locks_is_equal_and_independent(worker: Worker) -> None:
     assert fork.key() != worker.core.key()
     assert fork.ledger().num_prefix_locks == 1
     fork.validate()
+
+
+def test_a_reader_elsewhere_does_not_make_blocks_last_longer(worker: Worker) -> None:
+    younger = make_request("second", prompt=[7] * 6)
+    worker.run_until_idle(prefill(younger))
+    worker.step(Release(attempt_id=ident("second")))
+    worker.step(LockPrefix(read_id=1, hashes=chain(REQUEST, 3)))
+    worker.step(UnlockPrefix(read_id=1))
+    # Three blocks have to go: those that were used first, although they were read last.
+    worker.run_until_idle(prefill(make_request("third", prompt=[8] * 18)))
+    worker.step(Release(attempt_id=ident("third")))
+    frame = worker.step(
+        LockPrefix(read_id=2, hashes=chain(younger, 1)),
+        LockPrefix(read_id=3, hashes=chain(REQUEST, 3)),
+    )
+    (kept, gone) = frame.replies
+    assert isinstance(kept, PrefixLocked)
+    assert isinstance(gone, PrefixLocked)
+    assert (len(kept.block_ids), len(gone.block_ids)) == (1, 0)

@@ -137,6 +137,27 @@ class BlockCache:
         self._tick += 1
         self._pool.free(self._tree.unlock(idle, self._tick))
 
+    def lend(self, block_ids: Sequence[BlockId]) -> None:
+        """Add one reference to each cached block for a reader elsewhere; `take_back` drops it.
+
+        Whoever reads has a copy of its own afterwards. To count that as a use of this one would keep
+        both for long, and the pools together would hold less.
+
+        Raises:
+            ValueError: a block is free or outside the pool.
+        """
+        self._pool.acquire(block_ids)
+
+    def take_back(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop one reference of each lent block; its place in the order of eviction stays.
+
+        Raises:
+            ValueError: a block has no reference to drop, or is outside the pool.
+        """
+        idle = self._pool.release(block_ids)
+        self._tick += 1
+        self._pool.free(self._tree.unlock(idle, self._tick, is_use=False))
+
     def can_allocate(self, num_blocks: int, keep: Sequence[BlockId] = ()) -> bool:
         """Whether allocate(num_blocks) would succeed once `keep` (matched blocks) is acquired."""
         return num_blocks <= self.num_available - self._pool.count_idle(keep)

@@ -28,13 +28,13 @@ class PrefixLocks:
         if read_id in self._block_ids:
             return None
         block_ids = self._cache.match_prefix(hashes).block_ids
-        self._cache.acquire(block_ids)
+        self._cache.lend(block_ids)
         self._block_ids[read_id] = block_ids
         return block_ids
 
     def unlock(self, read_id: int) -> None:
         """The reader is done. Nothing happens if there is no such lock."""
-        self._cache.release(self._block_ids.pop(read_id, ()))
+        self._cache.take_back(self._block_ids.pop(read_id, ()))
 
     def block_ids(self) -> Iterator[BlockId]:
         """Every block, once for each reference, in order of locking."""
