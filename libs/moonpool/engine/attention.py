@@ -178,12 +178,15 @@ class TorchPagedAttention:
         attended, log_sum = _flash_attention(heads, keys, values, is_causal=is_causal)
         if chunk.prefix_index is not None:
             keys, values = self._gather(layer, chunk.prefix_index, 1, chunk.start)
+            # Without a mask, the heads of a group are more queries of one head: larger products, and
+            # each key is read once instead of once for each of them.
+            grouped = heads.reshape(1, self._pool.num_kv_heads, -1, self._pool.head_dim)
             before, log_sum_before = _flash_attention(
-                heads, keys.to(self._dtype), values.to(self._dtype), is_causal=False
+                grouped, keys.to(self._dtype), values.to(self._dtype), is_causal=False
             )
             # Two softmaxes over disjoint keys: each weighs as much as its sum of exponentials.
-            share = torch.sigmoid(log_sum_before - log_sum).to(query.dtype)
-            attended = torch.lerp(attended, before, share[..., None])
+            share = torch.sigmoid(log_sum_before.reshape(log_sum.shape) - log_sum).to(query.dtype)
+            attended = torch.lerp(attended, before.reshape(heads.shape), share[..., None])
         return attended[0].transpose(0, 1)
 
     def _gather(

@@ -29,6 +29,7 @@ from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.failpoints import Failpoints
 from moonpool.hub.model_dir import open_model_dir
 from moonpool.kv.namespace_seeds import NamespaceSeeds
+from moonpool.memory.heap import keep_freed_memory
 from moonpool.memory.worker_memory import WorkerMemory, WorkerMemoryFds
 from moonpool.native import kernels
 from moonpool.service.log import setup_logging
@@ -67,6 +68,8 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
     memory = WorkerMemory.attach(boot.layout, fds)
     link.announce(EngineMapped(pid=os.getpid()))
 
+    # A step takes and frees the same large buffers in each layer.
+    keep_freed_memory()
     started = time.monotonic()
     try:
         _pin(boot.cpu_affinity)
