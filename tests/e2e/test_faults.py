@@ -17,6 +17,7 @@ from moonpool_loadtest.faults.scenarios import (
     DECODE,
     PREFILL,
     Kill,
+    next_lives,
     run_boot_without_nats,
     run_damage,
     run_disconnects,
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 _MODEL = TinyLlama()
 #: Each place once or twice: a restart takes seconds. The command tries more layers and tokens.
 _KILLS = make_kills(layers=(1, _MODEL.num_layers - 1), positions=(0, 1, 20))
-_FOLLOWING = dict(zip(_KILLS, (*_KILLS[1:], None), strict=True))
+_NEXT_LIVES = next_lives(_KILLS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -58,7 +59,11 @@ async def test_two_workers_answer_as_one(lab: FaultLab) -> None:
 async def test_a_killed_worker_costs_no_token(lab: FaultLab, kill: Kill) -> None:
     if lab.cluster.part("router").num_starts == 0:
         await run_boot_without_nats(lab)
-    check(await run_kill(lab, kill, _FOLLOWING[kill]))
+    check(await run_kill(lab, kill, _NEXT_LIVES[kill]))
+
+
+async def test_damaged_kv_is_recomputed(lab: FaultLab) -> None:
+    check(await run_damage(lab))
 
 
 @pytest.mark.parametrize("target", [PREFILL, DECODE])
@@ -72,10 +77,6 @@ async def test_the_broker_dies_and_comes_back_under_load(lab: FaultLab) -> None:
 
 async def test_a_new_router_finds_the_workers(lab: FaultLab) -> None:
     check(await run_router_restart(lab))
-
-
-async def test_damaged_kv_is_recomputed(lab: FaultLab) -> None:
-    check(await run_damage(lab))
 
 
 async def test_clients_leave_at_every_stage(lab: FaultLab) -> None:

@@ -51,4 +51,4 @@ async def test_workers_that_read_by_nixl_answer_as_one(lab: FaultLab) -> None:
 async def test_a_worker_killed_while_nixl_reads_costs_no_token(lab: FaultLab, kill: Kill) -> None:
     if lab.cluster.part("router").num_starts == 0:
         await run_boot_without_nats(lab)
-    check(await run_kill(lab, kill, None))
+    check(await run_kill(lab, kill))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from moonpool_loadtest.faults.scenarios import (
     PREFILL,
     Kill,
     decode_kills,
+    next_lives,
     prefill_kills,
     run_boot_without_nats,
     run_damage,
@@ -126,13 +126,13 @@ async def run_handoff_faults(
     async with open_lab(config, expected=expected, sets=sets) as lab:
         show(await run_boot_without_nats(lab))
         show(await run_without_fault(lab))
-        for kill, following in itertools.zip_longest(kills, kills[1:]):
-            show(await run_kill(lab, kill, following))
+        for kill, next_life in next_lives(kills).items():
+            show(await run_kill(lab, kill, next_life))
+        show(await run_damage(lab))
         show(await run_freeze(lab, PREFILL))
         show(await run_freeze(lab, DECODE))
         show(await run_nats_restart(lab))
         show(await run_router_restart(lab))
-        show(await run_damage(lab))
         show(await run_disconnects(lab))
         return lab.reports
 

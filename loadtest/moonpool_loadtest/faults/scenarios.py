@@ -30,6 +30,13 @@ READY_AFTER_NATS_S = 5.0
 #: Slow enough to be met at every stage: each layer of a chunk, each step.
 SLOW_PREFILL = "prefill.after_layer=sleep:20"
 SLOW_DECODE = "engine.after_step=sleep:10"
+#: What the workers are armed with once nobody kills them any more: damage, once, and slow from then on.
+#: One life each for all scenarios that come last, since another one takes seconds.
+LAST_LIVES = {
+    PREFILL: SLOW_PREFILL,
+    DECODE: f"transport.read=flip@2;{SLOW_DECODE}",
+    DECODE_GRPC: f"transport.read=drop@2;{SLOW_DECODE}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,16 @@ def decode_kills(*, positions: Sequence[int]) -> tuple[Kill, ...]:
             for position in positions
         ),
     )
+
+
+def next_lives(kills: Sequence[Kill]) -> dict[Kill, str]:
+    """What each target comes back armed with: for the kill after this one, or for the rest."""
+    following: dict[str, str] = dict(LAST_LIVES)
+    lives = {}
+    for kill in reversed(kills):
+        lives[kill] = following[kill.target]
+        following[kill.target] = kill.failpoints
+    return lives
 
 
 async def run_boot_without_nats(lab: FaultLab) -> FaultReport:
@@ -147,15 +164,14 @@ async def run_without_fault(lab: FaultLab) -> FaultReport:
     return lab.judge("none: two workers against one", outcomes, problems=problems, started=started)
 
 
-async def run_kill(lab: FaultLab, kill: Kill, following: Kill | None) -> FaultReport:
+async def run_kill(lab: FaultLab, kill: Kill, next_life: str = "") -> FaultReport:
     """Four requests at once, two of them long.
 
     Args:
-        following: What the target comes back armed with, if it is the same: saves a restart.
+        next_life: What the target comes back armed with: saves a restart.
     """
     await lab.arm({kill.target: kill.failpoints})
-    is_same = following is not None and following.target == kill.target
-    lab.arm_next_life(kill.target, following.failpoints if following and is_same else "")
+    lab.arm_next_life(kill.target, next_life)
     num_starts = lab.cluster.part(kill.target).num_starts
     started = asyncio.get_running_loop().time()
     outcomes = await lab.client.ask_all(lab.take())
@@ -189,8 +205,11 @@ async def run_freeze(lab: FaultLab, target: str) -> FaultReport:
 
 
 async def run_damage(lab: FaultLab) -> FaultReport:
-    """KV arrives wrong on one decode worker and not at all on the other: recomputed, never used."""
-    await lab.arm({DECODE: "transport.read=flip@2", DECODE_GRPC: "transport.read=drop@2"})
+    """KV arrives wrong on one decode worker and not at all on the other: recomputed, never used.
+
+    Takes what their last lives are armed with.
+    """
+    await lab.arm({name: LAST_LIVES[name] for name in (DECODE, DECODE_GRPC)})
     started = asyncio.get_running_loop().time()
     outcomes = await lab.client.ask_all(lab.take())
     problems = await lab.settle()
@@ -256,7 +275,7 @@ async def run_disconnects(lab: FaultLab) -> FaultReport:
     others stay and must get their whole answers.
     """
     started = asyncio.get_running_loop().time()
-    await lab.arm({PREFILL: SLOW_PREFILL, DECODE: SLOW_DECODE, DECODE_GRPC: SLOW_DECODE})
+    await lab.arm(LAST_LIVES)
     outcomes: list[Outcome] = []
     met: list[str] = []
     problems: list[str] = []
