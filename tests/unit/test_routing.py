@@ -301,6 +301,23 @@ def test_equal_predictions_go_to_the_lower_tpot_then_where_less_is_given_up() ->
     assert chosen(place(views, make_query()).decode) == "c"
 
 
+def test_a_prefix_is_used_where_it_lies_if_a_copy_would_push_out_others() -> None:
+    """To read it from `a` is sooner done than to wait in its queue."""
+
+    def place_with(weight: float, *, free: int) -> str | None:
+        views = [
+            make_view("a", fits=FITS, free=0, queued=150),
+            make_view("b", fits=FITS, free=free),
+        ]
+        config = RoutingConfig(min_ttft=MinTtftConfig(eviction_weight=weight))
+        query = make_query(1_000, cached={"a": 992})
+        return chosen(place(views, query, disagg=ONLY_LOCAL, config=config).decode)
+
+    assert place_with(0.0, free=0) == "b"
+    assert place_with(0.3, free=0) == "a"
+    assert place_with(0.3, free=1_000) == "b"
+
+
 def test_equal_prefill_workers_are_filled_equally_fast() -> None:
     views = [
         make_view("d", DECODE, fits=FITS),

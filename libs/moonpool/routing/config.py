@@ -28,10 +28,14 @@ class MinTtftConfig:
     slo_tpot_s: float | None = 0.1
     #: Predictions this close to the best one are equal: the lower TPOT decides.
     slack: float = 0.05
+    #: What a token costs that another one pushes out of a cache, in computed tokens: the chance that it
+    #: would have been asked for again.
+    eviction_weight: float = 0.3
 
     def __post_init__(self) -> None:
         assert self.slo_tpot_s is None or self.slo_tpot_s > 0.0, self
         assert self.slack >= 0.0, self
+        assert 0.0 <= self.eviction_weight <= 1.0, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,17 @@ class Forecast:
         """Tokens that each worker is expected to compute."""
         return self.query.num_tokens - self.num_cached_tokens - self.num_read_tokens
 
+    @property
+    def evicted_s(self) -> FloatArray:
+        """What it takes to compute as many tokens again as the request pushes out of each cache."""
+        table = self.table
+        num_new_tokens = self.query.num_tokens - self.num_cached_tokens
+        num_new_blocks = -(-num_new_tokens // table.block_size)
+        num_free_blocks = table.num_total_blocks - table.num_filled_blocks
+        num_evicted_blocks = np.maximum(num_new_blocks - num_free_blocks, 0)
+        seconds: FloatArray = num_evicted_blocks * table.block_size * table.prefill_per_token_s
+        return seconds
+
     def plan_kind(self, row: int) -> PlanKind:
         """What this worker is expected to do."""
         if self.num_read_tokens[row]:

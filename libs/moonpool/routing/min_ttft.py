@@ -6,7 +6,8 @@ seconds out of uncached tokens, so that a long queue outweighs a long match by i
 Decode   1. who has room for the answer that is expected, if anybody has
          2. whose predicted TPOT stays within the SLO, its own chunks included if it would prefill
             here; if nobody's does, those near the lowest
-         3. the soonest first token, be it prefilled here or elsewhere
+         3. the soonest first token, be it prefilled here or elsewhere, and what is pushed out of the cache
+            that will have to be computed again (so a prefix is rather used where it lies than copied)
          4. among those within `slack` of it the lowest TPOT
          5. among those within `slack` of that the one whose cache was filled least of late: it gives up
             the least, and caches that are filled equally fast are worth the most together
@@ -47,6 +48,8 @@ class MinTtft:
             is_local |= np.isinf(remote_s)
             local_s = np.where(is_local, local_s, np.inf)
             remote_s = np.where(is_local, np.inf, remote_s)
+        evicted_s = self._config.eviction_weight * forecast.evicted_s
+        local_s, remote_s = local_s + evicted_s, remote_s + evicted_s
         scores = self._within_slo(forecast, local_s, remote_s)
         if not np.isfinite(scores[is_open]).any():
             scores = np.minimum(local_s, remote_s)
@@ -61,7 +64,8 @@ class MinTtft:
     def choose_prefill(
         self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
     ) -> Choice:
-        scores = forecast.ready_s + forecast.interference_s + exposed_s
+        evicted_s = self._config.eviction_weight * forecast.evicted_s
+        scores = forecast.ready_s + forecast.interference_s + exposed_s + evicted_s
         best = scores[is_open].min()
         rows = np.flatnonzero(is_open & (scores <= best * (1.0 + self._config.slack)))
         return Choice(row=_least_filled(forecast, rows), scores=scores)
