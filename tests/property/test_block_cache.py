@@ -82,16 +82,7 @@ class Model:
         self.tick += 1
         self.refs.subtract(block_ids)
         for entry in self.cached.values():
-            if entry.block_id in block_ids and not self.refs[entry.block_id]:
-                entry.last_used = self.tick
-
-    def take_back(self, block_ids: Sequence[BlockId]) -> None:
-        """As release, but those that were used before stay as recent as they were."""
-        self.tick += 1
-        self.refs.subtract(block_ids)
-        for entry in self.cached.values():
-            is_idle = entry.block_id in block_ids and not self.refs[entry.block_id]
-            if is_idle and not entry.last_used:
+            if entry.block_id in block_ids:
                 entry.last_used = self.tick
 
     @property
@@ -230,7 +221,7 @@ class BlockCacheMachine(RuleBasedStateMachine):
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         if holder.is_lent:
             self.cache.take_back(holder.block_ids)
-            self.model.take_back(holder.block_ids)
+            self.model.refs.subtract(holder.block_ids)
         else:
             self.cache.release(holder.block_ids)
             self.model.release(holder.block_ids)

@@ -135,7 +135,8 @@ class BlockCache:
         """
         idle = self._pool.release(block_ids)
         self._tick += 1
-        self._pool.free(self._tree.unlock(idle, self._tick))
+        self._eviction.on_used(self._tree.cached(block_ids), self._tick)
+        self._pool.free(self._tree.unlock(idle))
 
     def lend(self, block_ids: Sequence[BlockId]) -> None:
         """Add one reference to each cached block for a reader elsewhere; `take_back` drops it.
@@ -154,9 +155,7 @@ class BlockCache:
         Raises:
             ValueError: a block has no reference to drop, or is outside the pool.
         """
-        idle = self._pool.release(block_ids)
-        self._tick += 1
-        self._pool.free(self._tree.unlock(idle, self._tick, is_use=False))
+        self._pool.free(self._tree.unlock(self._pool.release(block_ids)))
 
     def can_allocate(self, num_blocks: int, keep: Sequence[BlockId] = ()) -> bool:
         """Whether allocate(num_blocks) would succeed once `keep` (matched blocks) is acquired."""

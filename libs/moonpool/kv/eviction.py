@@ -56,14 +56,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_used(self, block_ids: Sequence[BlockId], tick: int) -> None:
-        """The last reference to these cached blocks was released at `tick` (a counter, not a clock)."""
-        ...
-
-    def on_unlocked(self, block_ids: Sequence[BlockId], tick: int) -> None:
-        """The last reference was released at `tick`, and was no use: they stand where they stood.
-
-        One that has never stood anywhere (its user went while it was held) was used at `tick`.
-        """
+        """Somebody who used these cached blocks let go of them at `tick` (a counter, not a clock)."""
         ...
 
     def on_removed(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
@@ -100,7 +93,7 @@ _ANY = 1 << 62
 
 
 class LruEviction:
-    """Least recently used first; a block is used until its last reference is released."""
+    """Least recently used first; a block is used until its last user lets go of it."""
 
     num_segments = 1
     _TURN = EvictionTurn(segments=(0,), num_blocks=_ANY)
@@ -116,10 +109,6 @@ class LruEviction:
 
     def on_used(self, block_ids: Sequence[BlockId], tick: int) -> None:
         self._last_used.update(dict.fromkeys(block_ids, tick))
-
-    def on_unlocked(self, block_ids: Sequence[BlockId], tick: int) -> None:
-        for block_id in block_ids:
-            self._last_used.setdefault(block_id, tick)
 
     def on_removed(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
         for block_id in block_ids:
@@ -168,7 +157,6 @@ class S3FifoEviction:
         self._max_ghosts = 3 * num_blocks
         #: By block id; -1: not in the cache.
         self._segments: list[int] = [-1] * num_blocks
-        #: By block id; 0: never.
         self._last_used: list[int] = [0] * num_blocks
         self._num_small = 0
         #: Keys of blocks that were evicted from small, in that order.
@@ -194,18 +182,12 @@ class S3FifoEviction:
         for block_id in block_ids:
             self._last_used[block_id] = tick
 
-    def on_unlocked(self, block_ids: Sequence[BlockId], tick: int) -> None:
-        for block_id in block_ids:
-            if not self._last_used[block_id]:
-                self._last_used[block_id] = tick
-
     def on_removed(self, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if self._segments[block_id] == _SMALL:
                 self._num_small -= 1
                 self._ghosts[block_hash[:8]] = None
             self._segments[block_id] = -1
-            self._last_used[block_id] = 0
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 

@@ -124,26 +124,23 @@ class RadixTree:
         self._events.on_stored(new_hashes, hashes[depth - 1] if depth else None)
         return canonical + new_block_ids
 
-    def unlock(
-        self, block_ids: Sequence[BlockId], tick: int, *, is_use: bool = True
-    ) -> list[BlockId]:
+    def cached(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """Those that are in the tree."""
+        return [block_id for block_id in block_ids if self._node_by_block[block_id] is not None]
+
+    def unlock(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
         """These blocks have just lost their last reference; returns those that are not in the tree.
 
-        Args:
-            is_use: False: they were held, but not used.
+        Whoever used them has told the policy before.
         """
         nodes = list(map(self._node_by_block.__getitem__, block_ids))
         private: list[BlockId] = []
         distinct = dict.fromkeys(nodes)
         if None in distinct:
             del distinct[None]
-            pairs = list(zip(block_ids, nodes, strict=True))
-            private = [block_id for block_id, node in pairs if node is None]
-            block_ids = [block_id for block_id, node in pairs if node is not None]
-        if is_use:
-            self._eviction.on_used(block_ids, tick)
-        else:
-            self._eviction.on_unlocked(block_ids, tick)
+            private = [
+                block_id for block_id, node in zip(block_ids, nodes, strict=True) if node is None
+            ]
         for node in distinct:
             assert node is not None
             self._unlocked.pop(node, None)
