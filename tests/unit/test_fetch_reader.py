@@ -215,8 +215,8 @@ def test_a_peer_that_holds_nothing(r: Reader) -> None:
 
 def test_a_refusal_is_kept_for_the_log_and_the_peer_is_left_alone(r: Reader) -> None:
     r.reserve()
-    failed = PrefixFailed(attempt_id=A, reason=PrefixRefusal.TOO_MANY_LOCKS, message="full")
-    end = [CLOSE, ended(4), record(FetchOutcome.REFUSED, message="full")]
+    failed = PrefixFailed(attempt_id=A, reason=PrefixRefusal.WRONG_NAMESPACE, message="other")
+    end = [CLOSE, ended(4), record(FetchOutcome.REFUSED, message="other")]
     assert r.holder(failed) == end
     assert r.reserve() == [ended(4), record(FetchOutcome.RECOMPUTE)]
     assert r.machine.worth_asking(PEER, r.now) is None
@@ -226,6 +226,20 @@ def test_a_refusal_is_kept_for_the_log_and_the_peer_is_left_alone(r: Reader) -> 
     assert r.holder(failed) == end
     assert r.machine.worth_asking(PEER, 2.5) is None
     assert r.machine.worth_asking(PEER, 3.0) == PEER
+
+
+@pytest.mark.parametrize(
+    "reason", [PrefixRefusal.TOO_MANY_LOCKS, PrefixRefusal.BUSY, PrefixRefusal.EXPIRED]
+)
+def test_a_peer_that_is_busy_is_left_alone_no_longer_each_time(
+    r: Reader, reason: PrefixRefusal
+) -> None:
+    failed = PrefixFailed(attempt_id=A, reason=reason, message="busy")
+    for at in range(8):
+        r.now = float(at)
+        assert r.reserve() == [OPEN]
+        assert r.holder(failed) == [CLOSE, ended(4), record(FetchOutcome.REFUSED, message="busy")]
+        assert r.machine.worth_asking(PEER, r.now + 0.9) is None
 
 
 def test_a_bad_block_ends_it_before_that_block(r: Reader) -> None:

@@ -76,7 +76,8 @@ class FetchConfig:
     min_pace_s: float = 0.01
     #: How long a fetch may take while nobody knows what computing would take.
     blind_s: float = 0.5
-    #: How long a peer that was lost, or would not, is left alone: this, doubled each time.
+    #: How long a peer that was lost, or would not, is left alone: this, doubled each time; one that
+    #: is busy: just this.
     min_leave_s: float = 1.0
     max_leave_s: float = 60.0
 

@@ -10,7 +10,7 @@ from moonpool.core.protocol import FetchReserved
 from moonpool.handoff.arrival import Arrival
 from moonpool.handoff.effects import FetchOutcome
 from moonpool.handoff.fetch_choice import FetchPlan, FetchTicket
-from moonpool.handoff.messages import PeerPrefix, PrefixOpened
+from moonpool.handoff.messages import PeerPrefix, PrefixOpened, PrefixRefusal
 from moonpool.ids import AttemptId
 
 
@@ -49,6 +49,8 @@ class Fetch:
     num_told_tokens: int = 0
     #: Why no more is asked for, once that is so.
     outcome: FetchOutcome | None = None
+    #: REFUSED: why, and in words.
+    refusal: PrefixRefusal | None = None
     message: str = ""
     #: OPENING and READING, until the reads are stopped.
     stop_at: float | None = None

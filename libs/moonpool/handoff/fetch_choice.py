@@ -10,6 +10,7 @@ Rules
   that one more does not show.
 - A peer of which nothing good is known is tried by one fetch at a time.
 - A peer that was lost, would not, or sent what does not verify is left alone, each time twice as long.
+  One that had no room or time for it is left alone too, but never for longer: that passes.
 - When pieces come, their pace decides: the fetch goes on as long as the rest of it will be here sooner
   than it would be computed.
 
@@ -240,6 +241,11 @@ class FetchChooser:
         leave_s = min(config.min_leave_s * 2.0**known.num_failures, config.max_leave_s)
         known.leave_until = now + leave_s
         known.num_failures = min(known.num_failures + 1, 32)
+
+    def turned_away(self, ticket: FetchTicket, *, num_bytes: int, now: float) -> None:
+        """The peer had no room, or no more time, for it: that tells nothing of the peer itself."""
+        known = self._finish(ticket, num_bytes)
+        known.leave_until = now + self._config.min_leave_s
 
     def told_nothing(self, ticket: FetchTicket, *, num_bytes: int) -> None:
         """It ended for a reason that is not the peer's, or the peer held nothing."""

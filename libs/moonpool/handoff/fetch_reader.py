@@ -305,7 +305,7 @@ class FetchReads:
                 # The lock is told once: this one is not to be trusted.
                 self._stop(fetch, FetchOutcome.LOST, now)
             case PrefixFailed():
-                fetch.message = message.message
+                fetch.refusal, fetch.message = message.reason, message.message
                 self._stop(fetch, FetchOutcome.REFUSED, now)
 
     def _on_opened(self, fetch: Fetch, message: PrefixOpened, now: float) -> None:
@@ -494,6 +494,8 @@ class FetchReads:
                 )
             case FetchOutcome.SLOW:
                 chooser.gave_up(ticket, num_bytes=num_bytes, now=now)
+            case FetchOutcome.REFUSED if fetch.refusal is not None and fetch.refusal.is_passing:
+                chooser.turned_away(ticket, num_bytes=num_bytes, now=now)
             case FetchOutcome.LOST | FetchOutcome.REFUSED | FetchOutcome.DAMAGED:
                 chooser.failed(ticket, num_bytes=num_bytes, now=now)
             case _:

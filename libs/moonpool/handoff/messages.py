@@ -281,6 +281,11 @@ class PrefixRefusal(enum.StrEnum):
     #: The reader has had the time that a reader gets.
     EXPIRED = "expired"
 
+    @property
+    def is_passing(self) -> bool:
+        """It is about this moment, not about these two workers."""
+        return self in (self.TOO_MANY_LOCKS, self.BUSY, self.EXPIRED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOpened:
