@@ -165,7 +165,7 @@ async def test_what_peers_hold_is_read_or_it_is_said_why_not(tmp_path: Path) -> 
 
         # Another router, which names no peers, sends it where it is not held.
         blind = await cluster.start_router(
-            local_prefill_tokens=1_000, placement=placement | {"names_peers": False}
+            local_prefill_tokens=1_000, placement=placement | {"reads_from_peers": False}
         )
         (cleared,) = (await run_cache(cluster, blind, "clear", "--worker", "d0"))["workers"]
         assert cleared == {"worker_id": "d0", "is_cleared": True, "because": ""}

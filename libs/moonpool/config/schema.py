@@ -95,7 +95,7 @@ class PlacementSettings(Section):
     #: How long an answer is expected to become, if its client does not bound it lower.
     expected_output_tokens: int = Field(default=256, ge=1, le=2**20)
     #: Name the peer that holds more of a request's prefix than the worker that prefills it.
-    names_peers: bool = True
+    reads_from_peers: bool = True
     #: prefix_affinity: share of a prompt that must match for the match to decide.
     cache_threshold: float = Field(default=0.5, ge=0, le=1)
     #: prefix_affinity: the load is out of balance beyond both this difference and this ratio.

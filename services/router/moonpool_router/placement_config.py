@@ -19,7 +19,7 @@ def routing_config(settings: PlacementSettings, *, local_prefill_tokens: int) ->
     return RoutingConfig(
         policy=PolicyName(settings.mode),
         seed=settings.seed,
-        reads_from_peers=settings.names_peers,
+        reads_from_peers=settings.reads_from_peers,
         expected_output_tokens=settings.expected_output_tokens,
         disagg=DisaggConfig(
             threshold_tokens=local_prefill_tokens,
