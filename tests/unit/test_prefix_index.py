@@ -304,6 +304,26 @@ def test_a_new_incarnation_replaces_the_old_one_for_good(index: PrefixIndex, a: 
     assert index.workers == ()
 
 
+def test_what_is_remembered_of_those_who_are_gone_is_bounded(index: PrefixIndex) -> None:
+    index.join(B)
+    replaced, latest = key_of("x", 1), key_of("x", 2)
+    others = [key_of(f"w{number}") for number in range(4_096)]
+    index.join(replaced)
+    index.join(latest)
+    index.lose(latest)
+    for other in others[:-1]:
+        index.join(other)
+        index.lose(other)
+    index.join(replaced)
+    assert index.workers == (B,)
+    index.join(others[-1])
+    index.lose(others[-1])
+    # The longest gone of 4,097: its old life is no longer known for that.
+    index.join(replaced)
+    assert index.workers == (B, replaced)
+    index.validate()
+
+
 def test_nobody_is_followed_before_joining(index: PrefixIndex) -> None:
     stranger = Worker(A)
     assert not index.apply(A, stranger.store("ab"))

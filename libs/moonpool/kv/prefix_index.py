@@ -14,7 +14,8 @@ Rules
   latest ones; they are applied on top. A worker that is behind catches up without one if the missing
   batches come after all.
 - Nothing is forgotten silently: while a set differs from the last head heard, needs_snapshot says so.
-- One incarnation of a worker at a time; one that was replaced is never followed again.
+- One incarnation of a worker at a time; one that was replaced is never followed again, until its
+  worker is among those longest gone.
 
 Life of a follower
 
@@ -41,6 +42,8 @@ from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapsh
 
 #: Replaced incarnations remembered per worker; what is heard of older ones is long invalid.
 _MAX_REPLACED = 64
+#: Workers remembered that are not followed.
+_MAX_GONE = 4_096
 
 _WRAP = 2**64
 
@@ -84,7 +87,7 @@ class PrefixIndex:
         self._table = DictKeyTable() if table is None else table
         self._followers: dict[WorkerKey, _Follower] = {}
         self._worker_by_number: dict[int, WorkerKey] = {}
-        #: The last incarnation joined, followed or not.
+        #: The last incarnation joined, followed or not, in the order of joining or losing it last.
         self._latest: dict[WorkerId, Incarnation] = {}
         self._replaced: dict[WorkerId, list[Incarnation]] = {}
 
@@ -104,6 +107,7 @@ class PrefixIndex:
             replaced.append(latest)
             del replaced[:-_MAX_REPLACED]
             self.lose(WorkerKey(worker_id, latest))
+        self._latest.pop(worker_id, None)
         self._latest[worker_id] = incarnation
         number = next(n for n in range(len(self._followers) + 1) if n not in self._worker_by_number)
         self._followers[worker] = _Follower(number)
@@ -115,6 +119,8 @@ class PrefixIndex:
         if follower is not None:
             del self._worker_by_number[follower.number]
             self._table.drop(follower.number)
+            self._latest[worker.worker_id] = self._latest.pop(worker.worker_id)
+            self._forget_gone()
 
     @property
     def workers(self) -> tuple[WorkerKey, ...]:
@@ -232,8 +238,17 @@ class PrefixIndex:
             assert num_keys == follower.num_held_keys <= self._max_held_keys, worker
         for replaced in self._replaced.values():
             assert len(replaced) <= _MAX_REPLACED
+        assert self._replaced.keys() <= self._latest.keys()
+        assert len(self._latest) <= len(self._followers) + _MAX_GONE
 
     # -- parts --
+
+    def _forget_gone(self) -> None:
+        if len(self._latest) > len(self._followers) + _MAX_GONE:
+            followed = {worker.worker_id for worker in self._followers}
+            longest_gone = next(each for each in self._latest if each not in followed)
+            del self._latest[longest_gone]
+            self._replaced.pop(longest_gone, None)
 
     def _hold(self, follower: _Follower, batch: EventBatch) -> None:
         """Keep the batch until it is its turn; when that is too much, the earliest ones go.

@@ -19,6 +19,9 @@ from moonpool.worker.peers import PeerDirectory
 
 log = structlog.get_logger("moonpool.worker")
 
+#: Workers that are remembered as tried; of more, those tried longest ago are tried again.
+_MAX_TRIED = 4_096
+
 
 class PeerScout:
     """Listens to announcements.
@@ -34,7 +37,7 @@ class PeerScout:
         self._subjects = subjects
         self._peers = peers
         self._own = own
-        #: Those that were tried: once each, as long as they live.
+        #: Those that were tried: once each, as long as they live. In the order of trying.
         self._tried: dict[str, WorkerKey] = {}
 
     async def run(self) -> None:
@@ -43,7 +46,7 @@ class PeerScout:
             try:
                 announce = decode_announce(message.data)
                 if self._is_new(announce):
-                    self._tried[announce.worker.worker_id] = announce.worker
+                    self._note_tried(announce.worker)
                     await self._peers.get(
                         SourceRef(key=announce.worker, address=announce.grpc_address)
                     )
@@ -56,3 +59,9 @@ class PeerScout:
             and announce.worker.worker_id != self._own.worker_id
             and self._tried.get(announce.worker.worker_id) != announce.worker
         )
+
+    def _note_tried(self, worker: WorkerKey) -> None:
+        self._tried.pop(worker.worker_id, None)
+        self._tried[worker.worker_id] = worker
+        if len(self._tried) > _MAX_TRIED:
+            del self._tried[next(iter(self._tried))]
