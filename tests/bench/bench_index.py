@@ -45,7 +45,7 @@ import numpy.typing as npt
 
 from moonpool import native
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
-from moonpool.kv.block_key import KeyArray, block_keys
+from moonpool.kv.block_key import KeyArray, block_key, block_keys
 from moonpool.kv.events import BlockStored
 from moonpool.kv.key_table import KeyTable
 from moonpool.kv.prefix_index import PrefixIndex
@@ -161,7 +161,7 @@ class Publisher:
         assert batch is not None
         keys = batch.stored_keys.tolist()
         stored = {
-            "parent_hash": int(batch.stored_parents[0]) if start else None,
+            "parent_hash": None if parent is None else block_key(parent),
             "blocks": [{"block_hash": key, "tokens_hash": key} for key in keys],
         }
         event_json = {"event_id": batch.head.sequence, "data": {"stored": stored}}

@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.ids import BlockHash
 from moonpool.kv.block_cache import BlockCache
-from moonpool.kv.block_key import CHAIN_START, block_key, block_keys, keys_digest
+from moonpool.kv.block_key import block_key, block_keys, keys_digest
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, PublishedSet
 from support.kv import hold, make_chain
@@ -48,9 +48,9 @@ def test_a_key_is_the_first_eight_bytes_of_a_hash() -> None:
     assert block_keys([]).tolist() == []
 
 
-def test_no_block_has_the_key_that_stands_for_the_start_of_a_chain() -> None:
+def test_no_block_has_the_key_zero() -> None:
     block_hash = BlockHash(bytes(8) + bytes(range(24)))
-    assert block_key(block_hash) == 1 != CHAIN_START
+    assert block_key(block_hash) == 1
     assert block_keys([block_hash]).tolist() == [1]
 
 
@@ -71,11 +71,9 @@ def test_a_set_begins_empty_at_sequence_zero(published: PublishedSet) -> None:
     assert published.snapshot().head == EMPTY_HEAD
 
 
-def test_a_batch_tells_runs_with_their_parents(published: PublishedSet) -> None:
+def test_a_batch_tells_what_was_stored_and_the_head_after_it(published: PublishedSet) -> None:
     batch = batch_of(published, stored("ab"), stored("xy", after="ab"))
-    a, b, x, y = keys("abxy")
-    assert batch.stored_keys.tolist() == [a, b, x, y]
-    assert batch.stored_parents.tolist() == [CHAIN_START, a, b, x]
+    assert batch.stored_keys.tolist() == keys("abxy")
     assert (batch.removed_keys.tolist(), batch.is_cleared) == ([], False)
     assert batch.head == published.head
     assert (batch.head.sequence, batch.head.count) == (1, 4)
@@ -120,7 +118,7 @@ def test_clearing_an_empty_set_is_no_change(published: PublishedSet) -> None:
     assert not batch.is_cleared
 
 
-def test_a_snapshot_is_the_whole_set_parents_first(published: PublishedSet) -> None:
+def test_a_snapshot_is_the_whole_set(published: PublishedSet) -> None:
     cache = BlockCache(6)
     cache.release(hold(cache, "abcd"))
     batch_of(published, *cache.take_events())
@@ -130,10 +128,6 @@ def test_a_snapshot_is_the_whole_set_parents_first(published: PublishedSet) -> N
     assert snapshot.head == published.head
     held = block_keys([block_hash for block_hash, _ in cache.contents()])
     assert sorted(snapshot.keys.tolist()) == sorted(held.tolist())
-    seen = {CHAIN_START}
-    for key, parent in zip(snapshot.keys.tolist(), snapshot.parents.tolist(), strict=True):
-        assert parent in seen
-        seen.add(key)
 
 
 def test_batches_and_snapshots_compare_by_value(published: PublishedSet) -> None:

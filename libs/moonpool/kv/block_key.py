@@ -4,8 +4,8 @@ A key is the first 8 bytes of the hash, little-endian. The hash is keyed with th
 keys are uniform and nobody outside can make two of them collide. Two blocks that share a key by chance
 (one pair in 2^64) cost a recompute: the owner compares all 32 bytes.
 
-Zero is no key: it stands for "before the first block" where a parent is named. A hash that begins with
-eight zero bytes has the key 1.
+Zero is no key, so that a table may mark what is empty with it. A hash that begins with eight zero bytes
+has the key 1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from moonpool.ids import BlockHash
 
 #: uint64[n], none of them zero.
 KeyArray = npt.NDArray[np.uint64]
-
-#: The parent of a chain's first block.
-CHAIN_START = 0
 
 #: Where a copy lies is part of the digest; a worker's own pool is the only tier that is published.
 _DEVICE_TIER = 0

@@ -1,7 +1,6 @@
 """A worker's published set <-> protobuf: changes over the bus, snapshots over gRPC.
 
-Keys travel as raw little-endian uint64. Of the parents only those travel that cannot be told from the
-order: a block's parent is the block before it, but where a run begins.
+Keys travel as raw little-endian uint64.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from moonpool.api.v1 import control_pb2, kv_pb2, worker_pb2
 from moonpool.ids import WorkerKey
@@ -21,7 +19,7 @@ from moonpool.wire.fields import between, decode, invalid
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 from moonpool.wire.worker import PROTOCOL_MAJOR, check_protocol
 
-#: Most blocks of one message over the bus: at most 20 bytes each, of the 1 MiB that NATS takes.
+#: Most blocks of one message over the bus: 8 bytes each, of the 1 MiB that NATS takes.
 MAX_BATCH_BLOCKS = 1 << 15
 MAX_KV_EVENTS_BYTES = 1 << 20
 #: Blocks of one part of a snapshot.
@@ -32,7 +30,6 @@ MAX_PARTS = _MAX_BLOCKS // PART_BLOCKS
 
 # Any: numpy's dtypes are generic in a way that names no width.
 _KEY: np.dtype[Any] = np.dtype("<u8")
-_INDEX: np.dtype[Any] = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +47,8 @@ def encode_kv_events(worker: WorkerKey, batch: EventBatch) -> bytes:
         worker=worker_key_to_pb(worker),
         head=head_to_pb(batch.head),
         is_cleared=batch.is_cleared,
-        removed_keys=_bytes(batch.removed_keys, _KEY),
-        stored=_keys_to_pb(batch.stored_keys, batch.stored_parents),
+        removed_keys=_bytes(batch.removed_keys),
+        stored_keys=_bytes(batch.stored_keys),
     ).SerializeToString()
 
 
@@ -65,8 +62,8 @@ def decode_kv_events(data: bytes) -> KvEvents:
     removed = _keys(message.removed_keys, "removed_keys")
     if message.is_cleared and len(removed):
         raise invalid("removed_keys", "are given although everything is cleared")
-    keys, parents = _keys_from_pb(message.stored, "stored")
-    for path, values in (("removed_keys", removed), ("stored.keys", keys)):
+    stored = _keys(message.stored_keys, "stored_keys")
+    for path, values in (("removed_keys", removed), ("stored_keys", stored)):
         if not are_distinct(values):
             raise invalid(path, "has a key twice")
     return KvEvents(
@@ -75,8 +72,7 @@ def decode_kv_events(data: bytes) -> KvEvents:
             head=head,
             is_cleared=message.is_cleared,
             removed_keys=removed,
-            stored_keys=keys,
-            stored_parents=parents,
+            stored_keys=stored,
         ),
     )
 
@@ -102,7 +98,7 @@ def snapshot_to_pb(
         end = start + part_blocks
         yield worker_pb2.SnapshotPart(
             head=head_to_pb(snapshot.head) if start == 0 else None,
-            blocks=_keys_to_pb(snapshot.keys[start:end], snapshot.parents[start:end]),
+            keys=_bytes(snapshot.keys[start:end]),
         )
 
 
@@ -113,68 +109,29 @@ def snapshot_from_pb(parts: Iterable[worker_pb2.SnapshotPart]) -> SetSnapshot:
         InvalidMessageError: Also if they are not as many blocks as the head says.
     """
     head: SetHead | None = None
-    pieces: list[tuple[KeyArray, KeyArray]] = []
+    pieces: list[KeyArray] = []
     for part in parts:
         if part.HasField("head") == bool(pieces):
             raise invalid("head", "belongs into the first part, and only there")
         if head is None:
             head = head_from_pb(part.head, "head")
-        pieces.append(_keys_from_pb(part.blocks, "blocks"))
+        pieces.append(_keys(part.keys, "keys"))
     if head is None:
         raise invalid("head", "is missing: there is no part")
-    keys = np.concatenate([keys for keys, _ in pieces])
+    keys = np.concatenate(pieces)
     if len(keys) != head.count:
-        raise invalid("blocks", f"are {len(keys)}; the head says {head.count}")
-    return SetSnapshot(
-        head=head, keys=keys, parents=np.concatenate([parents for _, parents in pieces])
-    )
+        raise invalid("keys", f"are {len(keys)}; the head says {head.count}")
+    return SetSnapshot(head=head, keys=keys)
 
 
-def _keys_to_pb(keys: KeyArray, parents: KeyArray) -> kv_pb2.KvKeys:
-    is_start = np.ones(len(keys), np.bool_)
-    np.not_equal(parents[1:], keys[:-1], out=is_start[1:])
-    starts = np.flatnonzero(is_start)
-    return kv_pb2.KvKeys(
-        keys=_bytes(keys, _KEY),
-        run_starts=_bytes(starts, _INDEX),
-        run_parents=_bytes(parents[starts], _KEY),
-    )
-
-
-def _keys_from_pb(message: kv_pb2.KvKeys, path: str) -> tuple[KeyArray, KeyArray]:
-    keys = _keys(message.keys, f"{path}.keys")
-    starts = _indices(message.run_starts, f"{path}.run_starts")
-    run_parents = _keys(message.run_parents, f"{path}.run_parents")
-    if not keys.all():
-        raise invalid(f"{path}.keys", "have a 0, which is no key")
-    if len(run_parents) != len(starts):
-        raise invalid(f"{path}.run_parents", f"are {len(run_parents)} of {len(starts)} runs")
-    if len(keys) == 0:
-        if len(starts):
-            raise invalid(f"{path}.run_starts", "are runs of no keys")
-        return keys, keys
-    if not len(starts) or starts[0] != 0 or starts[-1] >= len(keys) or (np.diff(starts) <= 0).any():
-        raise invalid(f"{path}.run_starts", f"do not ascend from 0 to below {len(keys)}")
-    parents = np.empty_like(keys)
-    parents[1:] = keys[:-1]
-    parents[starts] = run_parents
-    return keys, parents
-
-
-def _bytes(values: npt.NDArray[np.generic], dtype: np.dtype[Any]) -> bytes:
-    return values.astype(dtype, copy=False).tobytes()
+def _bytes(keys: KeyArray) -> bytes:
+    return keys.astype(_KEY, copy=False).tobytes()
 
 
 def _keys(data: bytes, path: str) -> KeyArray:
-    _check_size(data, _KEY, path)
-    return np.frombuffer(data, _KEY).astype(np.uint64, copy=False)
-
-
-def _indices(data: bytes, path: str) -> npt.NDArray[np.int64]:
-    _check_size(data, _INDEX, path)
-    return np.frombuffer(data, _INDEX).astype(np.int64)
-
-
-def _check_size(data: bytes, dtype: np.dtype[Any], path: str) -> None:
-    if len(data) % dtype.itemsize:
-        raise invalid(path, f"has {len(data)} bytes, not a multiple of {dtype.itemsize}")
+    if len(data) % _KEY.itemsize:
+        raise invalid(path, f"has {len(data)} bytes, not a multiple of {_KEY.itemsize}")
+    keys = np.frombuffer(data, _KEY).astype(np.uint64, copy=False)
+    if not keys.all():
+        raise invalid(path, "have a 0, which is no key")
+    return keys

@@ -27,7 +27,7 @@ from moonpool.api.v1 import request_pb2 as moonpool_dot_api_dot_v1_dot_request__
 from moonpool.api.v1 import worker_pb2 as moonpool_dot_api_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoonpool/api/v1/control.proto\x12\x0fmoonpool.api.v1\x1a\x18moonpool/api/v1/kv.proto\x1a\x1dmoonpool/api/v1/request.proto\x1a\x1cmoonpool/api/v1/worker.proto\"\xa6\x02\n\x08\x41nnounce\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12*\n\x06worker\x18\x02 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.moonpool.api.v1.Role\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.moonpool.api.v1.Load\x12\x14\n\x0cvalid_for_ms\x18\x08 \x01(\r\x12\x12\n\nis_leaving\x18\t \x01(\x08\x12+\n\x07kv_head\x18\n \x01(\x0b\x32\x1a.moonpool.api.v1.KvSetHead\"\xcb\x01\n\x08KvEvents\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12*\n\x06worker\x18\x02 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12(\n\x04head\x18\x03 \x01(\x0b\x32\x1a.moonpool.api.v1.KvSetHead\x12\x12\n\nis_cleared\x18\x04 \x01(\x08\x12\x14\n\x0cremoved_keys\x18\x05 \x01(\x0c\x12\'\n\x06stored\x18\x06 \x01(\x0b\x32\x17.moonpool.api.v1.KvKeys\"\x18\n\x03Who\x12\x11\n\trouter_id\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoonpool/api/v1/control.proto\x12\x0fmoonpool.api.v1\x1a\x18moonpool/api/v1/kv.proto\x1a\x1dmoonpool/api/v1/request.proto\x1a\x1cmoonpool/api/v1/worker.proto\"\xa6\x02\n\x08\x41nnounce\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12*\n\x06worker\x18\x02 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.moonpool.api.v1.Role\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.moonpool.api.v1.Load\x12\x14\n\x0cvalid_for_ms\x18\x08 \x01(\r\x12\x12\n\nis_leaving\x18\t \x01(\x08\x12+\n\x07kv_head\x18\n \x01(\x0b\x32\x1a.moonpool.api.v1.KvSetHead\"\xb7\x01\n\x08KvEvents\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12*\n\x06worker\x18\x02 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12(\n\x04head\x18\x03 \x01(\x0b\x32\x1a.moonpool.api.v1.KvSetHead\x12\x12\n\nis_cleared\x18\x04 \x01(\x08\x12\x14\n\x0cremoved_keys\x18\x05 \x01(\x0c\x12\x13\n\x0bstored_keys\x18\x06 \x01(\x0c\"\x18\n\x03Who\x12\x11\n\trouter_id\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,7 +37,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ANNOUNCE']._serialized_start=138
   _globals['_ANNOUNCE']._serialized_end=432
   _globals['_KVEVENTS']._serialized_start=435
-  _globals['_KVEVENTS']._serialized_end=638
-  _globals['_WHO']._serialized_start=640
-  _globals['_WHO']._serialized_end=664
+  _globals['_KVEVENTS']._serialized_end=618
+  _globals['_WHO']._serialized_start=620
+  _globals['_WHO']._serialized_end=644
 # @@protoc_insertion_point(module_scope)

@@ -33,20 +33,20 @@ class Announce(_message.Message):
     def __init__(self, protocol_major: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., grpc_address: _Optional[str] = ..., model: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., valid_for_ms: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., kv_head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ...) -> None: ...
 
 class KvEvents(_message.Message):
-    __slots__ = ("protocol_major", "worker", "head", "is_cleared", "removed_keys", "stored")
+    __slots__ = ("protocol_major", "worker", "head", "is_cleared", "removed_keys", "stored_keys")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     IS_CLEARED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_KEYS_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
+    STORED_KEYS_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     worker: _request_pb2.WorkerKey
     head: _kv_pb2.KvSetHead
     is_cleared: bool
     removed_keys: bytes
-    stored: _kv_pb2.KvKeys
-    def __init__(self, protocol_major: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ..., is_cleared: _Optional[bool] = ..., removed_keys: _Optional[bytes] = ..., stored: _Optional[_Union[_kv_pb2.KvKeys, _Mapping]] = ...) -> None: ...
+    stored_keys: bytes
+    def __init__(self, protocol_major: _Optional[int] = ..., worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ..., is_cleared: _Optional[bool] = ..., removed_keys: _Optional[bytes] = ..., stored_keys: _Optional[bytes] = ...) -> None: ...
 
 class Who(_message.Message):
     __slots__ = ("router_id",)

@@ -83,16 +83,6 @@ class KvSetHead(_message.Message):
     digest: int
     def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
-class KvKeys(_message.Message):
-    __slots__ = ("keys", "run_starts", "run_parents")
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    RUN_STARTS_FIELD_NUMBER: _ClassVar[int]
-    RUN_PARENTS_FIELD_NUMBER: _ClassVar[int]
-    keys: bytes
-    run_starts: bytes
-    run_parents: bytes
-    def __init__(self, keys: _Optional[bytes] = ..., run_starts: _Optional[bytes] = ..., run_parents: _Optional[bytes] = ...) -> None: ...
-
 class ReadRequest(_message.Message):
     __slots__ = ("open", "spans", "credit_bytes")
     OPEN_FIELD_NUMBER: _ClassVar[int]

@@ -548,12 +548,12 @@ class SnapshotRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ...) -> None: ...
 
 class SnapshotPart(_message.Message):
-    __slots__ = ("head", "blocks")
+    __slots__ = ("head", "keys")
     HEAD_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     head: _kv_pb2.KvSetHead
-    blocks: _kv_pb2.KvKeys
-    def __init__(self, head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ..., blocks: _Optional[_Union[_kv_pb2.KvKeys, _Mapping]] = ...) -> None: ...
+    keys: bytes
+    def __init__(self, head: _Optional[_Union[_kv_pb2.KvSetHead, _Mapping]] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
     __slots__ = ()
