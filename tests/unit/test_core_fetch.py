@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moonpool.core.failed_chains import FailedChains
 from moonpool.core.protocol import (
     Abort,
     Accepted,
@@ -22,6 +23,7 @@ from moonpool.core.protocol import (
     Reserved,
     Revoked,
 )
+from moonpool.ids import BlockHash
 from moonpool.inference.output import FinishReason
 from moonpool.inference.request import InferenceRequest
 from support.core_cases import (
@@ -196,6 +198,44 @@ def test_a_decode_with_a_source_does_not_ask_a_peer() -> None:
 
 
 # -- its turn --
+
+
+def test_what_was_read_and_is_not_finite_is_not_read_again_but_computed() -> None:
+    worker = make_worker()
+    bad = make_request("bad", prompt=range(14))
+    reserved = worker.step(prefill(bad, peer=8)).replies[-1]
+    fetch(worker, reserved, bad, 8)
+    worker.runner._is_invalid = lambda row: row.sample is not None
+    # One that waits for what is read looks again when that has ended.
+    waiting = make_request("waiting", prompt=range(14), arrival=2.0)
+    replies = worker.run_until_idle(
+        prefill(waiting, peer=8), FetchEnded(attempt_id=ident("bad"), num_tokens=8)
+    )
+    assert not [reply for reply in replies if isinstance(reply, FetchReserved)]
+    failed = [reply.attempt_id for reply in replies if isinstance(reply, PrefillFailed)]
+    assert ident("bad") in failed
+    worker.runner._is_invalid = lambda row: False
+    again = make_request("again", prompt=range(14), arrival=3.0)
+    assert worker.run_until_idle(prefill(again, peer=8)) == [
+        Accepted(attempt_id=ident("again")),
+        PrefillStarted(attempt_id=ident("again"), num_cached_tokens=0, block_ids=(0, 1, 2, 3)),
+        ChunkPlanned(attempt_id=ident("again"), start=0, end=14),
+        PrefillDone(attempt_id=ident("again"), num_cached_tokens=0, first_token=answer(again)[0]),
+    ]
+
+
+def test_a_chain_that_failed_is_read_again_a_minute_later() -> None:
+    chains = FailedChains()
+    first, *others = (BlockHash(number.to_bytes(32, "big")) for number in range(1_025))
+    assert not chains.has(first, 0.0)
+    chains.note(first, 0.0)
+    assert chains.has(first, 59.0)
+    assert not chains.has(first, 60.0)
+    for other in others:
+        chains.note(other, 1.0)
+    # It is the oldest of too many.
+    assert not chains.has(first, 1.0)
+    assert all(chains.has(other, 1.0) for other in others)
 
 
 def test_a_fetch_waits_for_no_tokens_of_the_budget() -> None:

@@ -21,7 +21,8 @@ Rules
   of the last prompt token waits for the first token as well: whoever lacks that computes the block
   again, which nobody else may be using then.
 - Output that is not finite takes the whole chain that it stands on out of the cache, wherever in it
-  the fault lies: without that every later request with this prefix would fail.
+  the fault lies: without that every later request with this prefix would fail. For a while nothing
+  of it is read from a peer either, since a peer may not know.
 
 Life of an attempt: see core/protocol.py for what is said, sched/request.py for the states.
 """
@@ -37,6 +38,7 @@ from typing import Final
 from moonpool.core import replies
 from moonpool.core.attempts import Attempts
 from moonpool.core.config import CoreConfig
+from moonpool.core.failed_chains import FailedChains
 from moonpool.core.frame_builder import FrameBuilder
 from moonpool.core.plan_builder import build_plan
 from moonpool.core.protocol import (
@@ -101,6 +103,7 @@ class Core:
             local_prefill_tokens=config.local_prefill_tokens,
         )
         self._attempts = Attempts()
+        self._failed_chains = FailedChains()
         self._is_draining = False
         #: Number of the last plan.
         self._step = 0
@@ -120,7 +123,7 @@ class Core:
             case BlocksArrived():
                 self._on_blocks_arrived(command)
             case Arrived():
-                self._on_arrived(command)
+                self._on_arrived(command, now)
             case BlocksFetched():
                 self._on_blocks_fetched(command)
             case FetchEnded():
@@ -178,7 +181,7 @@ class Core:
         for row in rows:
             drawn = next(tokens) if row.is_sampling else None
             if row.state.status is RequestStatus.RUNNING:
-                self._on_row_computed(row, drawn)
+                self._on_row_computed(row, drawn, now)
         self._frame.on_result(result.timing, sum(row.num_scheduled_tokens for row in rows))
         self._check()
 
@@ -215,7 +218,7 @@ class Core:
         if self._is_new(Role.PREFILL, command.attempt_id, now):
             reason = self._refusal(Role.PREFILL, command.request)
             if reason is None:
-                reason = self._enqueue(self._make_state(command, Role.PREFILL))
+                reason = self._enqueue(self._make_state(command, Role.PREFILL, now))
             if reason is not None:
                 self._frame.tell(Refused(attempt_id=command.attempt_id, reason=reason))
 
@@ -223,7 +226,7 @@ class Core:
         if self._is_new(Role.DECODE, command.attempt_id, now):
             reason = self._refusal(Role.DECODE, command.request)
             if reason is None:
-                state = self._make_state(command, Role.DECODE, has_source=command.has_source)
+                state = self._make_state(command, Role.DECODE, now, has_source=command.has_source)
                 reason = self._reserve(state) if command.has_source else self._enqueue(state)
                 self._on_revoked(self._scheduler.revoke_for_slot(state.order))
             if reason is not None:
@@ -234,7 +237,7 @@ class Core:
         if state is not None:
             self._scheduler.cache_final_blocks(state, min(command.num_tokens, state.num_tokens - 1))
 
-    def _on_arrived(self, command: Arrived) -> None:
+    def _on_arrived(self, command: Arrived, now: float) -> None:
         state = self._find_reserved(command.attempt_id)
         if state is None:
             # Revoked while it arrived: this says as well that the reads have ended.
@@ -242,7 +245,7 @@ class Core:
             return
         if command.finish_reason is FinishReason.INVALID_OUTPUT:
             self._scheduler.admit(state, 0)
-            self._fail(state)
+            self._fail(state, now)
             return
         num_tokens = self._num_usable_tokens(state, command)
         has_token = command.first_token is not None
@@ -336,9 +339,9 @@ class Core:
         return None
 
     def _make_state(
-        self, command: Prefill | Decode, role: Role, *, has_source: bool = False
+        self, command: Prefill | Decode, role: Role, now: float, *, has_source: bool = False
     ) -> RequestState:
-        return RequestState.create(
+        state = RequestState.create(
             command.request,
             command.attempt,
             role=role,
@@ -349,6 +352,9 @@ class Core:
             eos_token_ids=self._config.eos_token_ids,
             seed=self._namespace_seed(command.request),
         )
+        if state.block_hashes and self._failed_chains.has(state.block_hashes[0], now):
+            state.num_offered_tokens = 0
+        return state
 
     def _enqueue(self, state: RequestState) -> RefuseReason | None:
         num_queued_tokens = self._scheduler.num_queued_tokens
@@ -404,11 +410,13 @@ class Core:
                     ChunkPlanned(attempt_id=row.state.attempt_id, start=row.start, end=row.end)
                 )
 
-    def _on_row_computed(self, row: ScheduledRow, drawn: tuple[int, ...] | None) -> None:
+    def _on_row_computed(
+        self, row: ScheduledRow, drawn: tuple[int, ...] | None, now: float
+    ) -> None:
         """`drawn` is None for a row that draws nothing, empty if its logits were not finite."""
         state = row.state
         if drawn == ():
-            self._fail(state)
+            self._fail(state, now)
             return
         self._scheduler.cache_final_blocks(state, row.end)
         if drawn is None:
@@ -434,13 +442,19 @@ class Core:
                 break
         self._report_tokens(state, first_position, tuple(taken), finish_reason)
 
-    def _fail(self, state: RequestState) -> None:
-        """The logits were not finite: the request fails, nothing of its chain stays cached.
+    def _fail(self, state: RequestState, now: float) -> None:
+        """The logits were not finite: the request fails, nothing of its chain stays cached or is read.
 
         Only a row that draws is looked at. What is not finite may come from a chunk before it, from
-        the prefix that it found here, or from its source: any of them is in the cache by then.
+        the prefix that it found here or at a peer, or from its source: any of them is in the cache by
+        then.
         """
         self._scheduler.forget_chain(state)
+        if state.block_hashes:
+            self._failed_chains.note(state.block_hashes[0], now)
+            for other in self._attempts:
+                if other.block_hashes[:1] == state.block_hashes[:1]:
+                    other.num_offered_tokens = 0
         if state.role is Role.PREFILL:
             self._end(state)
             self._frame.tell(replies.given_back(state, FinishReason.INVALID_OUTPUT))
@@ -511,6 +525,7 @@ class Core:
         other._cache = copy.deepcopy(self._cache)
         other._scheduler, copies = self._scheduler.fork(other._cache)
         other._attempts = self._attempts.fork(copies)
+        other._failed_chains = self._failed_chains.fork()
         other._is_draining = self._is_draining
         other._step = self._step
         other._rows_in_flight = [
@@ -538,6 +553,7 @@ class Core:
             tuple((value, names.get(block_id, -1)) for value, block_id in self._cache.contents()),
             self._cache.eviction_key(),
             self._attempts.key(),
+            self._failed_chains.key(),
             self._is_draining,
             tuple((row.state.attempt_id, row.state.role, row.end) for row in self._rows_in_flight),
             self._frame.replies,
