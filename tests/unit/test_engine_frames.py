@@ -258,7 +258,7 @@ def test_a_stream_may_be_cut_anywhere() -> None:
         buffer.feed(data[cut:])
         got += list(buffer.frames())
         assert got == [first[4:], second[4:]]
-        assert buffer.num_waiting_bytes == 0
+        assert not buffer._data
 
 
 @pytest.mark.parametrize(

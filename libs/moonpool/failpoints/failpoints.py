@@ -105,10 +105,6 @@ class Failpoints:
             rules.setdefault(place, []).append(rule)
         return cls(rules)
 
-    @property
-    def is_on(self) -> bool:
-        return bool(self._rules)
-
     def hit(self, place: str, value: int | None = None) -> str | None:
         """Pass a place: act if a rule says so.
 

@@ -187,11 +187,6 @@ class DecodeHandoffs:
         return len(self._handoffs)
 
     @property
-    def num_streams(self) -> int:
-        """Handoff streams that this worker has open."""
-        return sum(handoff.is_stream_open for handoff in self._handoffs.values())
-
-    @property
     def num_open_reads(self) -> int:
         """Reads that the transport has not ended, those of ended attempts included."""
         live = (h.arrival.num_open_reads for h in self._handoffs.values() if h.arrival is not None)

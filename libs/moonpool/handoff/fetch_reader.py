@@ -179,10 +179,6 @@ class FetchReads:
         return sum(f.arrival.num_open_reads for f in self._fetches.values() if f.arrival)
 
     @property
-    def num_streams(self) -> int:
-        return sum(fetch.is_stream_open for fetch in self._fetches.values())
-
-    @property
     def is_quiet(self) -> bool:
         """No attempt with a peer, stream or read is open here."""
         return not self._fetches

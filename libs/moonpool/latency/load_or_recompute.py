@@ -1,4 +1,4 @@
-"""Load or recompute: whether reading a prefix from a peer brings the first token sooner.
+"""Load or recompute: what reading a prefix from a peer takes, and what computing it would.
 
 What is weighed is only what differs: reading the tokens between those that lie here and those that the
 peer holds, against computing them. The rest of the prompt is computed either way, behind both.
@@ -12,12 +12,9 @@ from moonpool.latency.costs import PrefillCost, TransferCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadChoice:
-    """The choice with both sides of it."""
+class LoadOrRecompute:
+    """Both sides of the choice."""
 
-    is_load: bool
-    #: Tokens that would be read.
-    num_tokens: int
     load_s: float
     #: What computing them would take, the rest of the prompt being computed either way.
     recompute_s: float
@@ -31,8 +28,8 @@ def load_or_recompute(
     num_cached_tokens: int,
     num_peer_tokens: int,
     bytes_per_token: int,
-) -> LoadChoice:
-    """Choose for a prompt of `num_tokens`, of whose leading tokens some lie here, more at a peer.
+) -> LoadOrRecompute:
+    """Weigh it for a prompt of `num_tokens`, of whose leading tokens some lie here, more at a peer.
 
     Args:
         num_cached_tokens: Leading tokens that lie here.
@@ -43,9 +40,4 @@ def load_or_recompute(
     recompute_s = prefill.predict(num_tokens - num_cached_tokens, num_cached_tokens)
     recompute_s -= prefill.predict(num_after_load, num_tokens - num_after_load)
     load_s = transfer.predict(num_read_tokens * bytes_per_token)
-    return LoadChoice(
-        is_load=num_read_tokens > 0 and load_s < recompute_s,
-        num_tokens=num_read_tokens,
-        load_s=load_s,
-        recompute_s=recompute_s,
-    )
+    return LoadOrRecompute(load_s=load_s, recompute_s=recompute_s)

@@ -103,9 +103,3 @@ def decode_announce(data: bytes) -> ReceivedAnnounce:
 
 def encode_who(who: Who) -> bytes:
     return pb.Who(router_id=who.router_id).SerializeToString()
-
-
-def decode_who(data: bytes) -> Who:
-    """Raises InvalidMessageError."""
-    message = decode(pb.Who, data, max_bytes=MAX_CONTROL_BYTES)
-    return Who(router_id=name(message.router_id, "router_id"))

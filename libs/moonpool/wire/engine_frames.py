@@ -129,10 +129,6 @@ class FrameBuffer:
     def feed(self, data: bytes | memoryview) -> None:
         self._data += data
 
-    @property
-    def num_waiting_bytes(self) -> int:
-        return len(self._data)
-
     def frames(self) -> Iterator[bytes]:
         """Yield every complete frame's payload and forget it. Raises EngineFrameError."""
         offset = 0
