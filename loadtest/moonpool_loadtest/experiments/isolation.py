@@ -118,7 +118,7 @@ async def run_window(
             for answer in answers
         ]
         for answer in answers:
-            await _has_tokens(answer, _WARM_TOKENS)
+            await answer.wait_for_tokens(_WARM_TOKENS)
         if bursts_on is not None:
             running.append(tasks.create_task(prompts.run()))
         start_ns = time.time_ns()
@@ -129,7 +129,7 @@ async def run_window(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout((_LONGEST - 1.0) * scale.window_s):
                 for answer, num_tokens in zip(answers, num_before, strict=True):
-                    await _has_tokens(answer, num_tokens + wanted)
+                    await answer.wait_for_tokens(num_tokens + wanted)
         end_ns = time.time_ns()
         steps = await cluster.steps(DECODE, after_step=last_step)
         if any(answer.done for answer in answers):
@@ -156,12 +156,6 @@ async def run_window(
         duration_s=(end_ns - start_ns) / 1e9,
         prompt_ttft_ms=tuple(answer.ttft_ms for answer in prompts.ended),
     )
-
-
-async def _has_tokens(answer: Answer, num_tokens: int) -> None:
-    while len(answer.token_unix_ns) < num_tokens:
-        answer.changed.clear()
-        await answer.changed.wait()
 
 
 async def measure(setting: Setting, scale: Scale) -> dict[str, list[Window]]:

@@ -146,6 +146,12 @@ class Answer:
     def ttft_ms(self) -> float:
         return (self.token_unix_ns[0] - self.sent_unix_ns) / 1e6
 
+    async def wait_for_tokens(self, num_tokens: int) -> None:
+        """Until so many have come."""
+        while len(self.token_unix_ns) < num_tokens:
+            self.changed.clear()
+            await self.changed.wait()
+
     def gaps_ms(self, *, start_ns: int, end_ns: int) -> list[float]:
         """Between tokens of which both arrived within [start_ns, end_ns)."""
         moments = [moment for moment in self.token_unix_ns if start_ns <= moment < end_ns]

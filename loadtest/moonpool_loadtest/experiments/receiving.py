@@ -189,9 +189,7 @@ async def run_window(
             for answer in steady
         ]
         for answer in steady:
-            while len(answer.token_unix_ns) < _WARM_TOKENS:
-                answer.changed.clear()
-                await answer.changed.wait()
+            await answer.wait_for_tokens(_WARM_TOKENS)
         if is_receiving:
             running.append(tasks.create_task(rereads.run()))
         start_ns = time.time_ns()
