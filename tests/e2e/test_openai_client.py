@@ -295,7 +295,7 @@ async def test_metrics_of_all_processes_moved(served: Served) -> None:
         'moonpool_itl_seconds_count{model="tiny"}',
         'moonpool_stage_seconds_count{stage="deliver"}',
         'moonpool_cancelled_total{phase="stream"}',
-        'moonpool_actual_hit_tokens_total{model="tiny"}',
+        'moonpool_actual_hit_tokens_total{model="tiny",source="device"}',
         'moonpool_index_blocks{worker="decode-0"}',
         'moonpool_index_batches_total{outcome="read"}',
     ):
