@@ -167,6 +167,7 @@ async def test_what_peers_hold_is_read_or_it_is_said_why_not(tmp_path: Path) -> 
         blind = await cluster.start_router(
             local_prefill_tokens=1_000, placement=placement | {"reads_from_peers": False}
         )
+        await blind.follows(first, second, stubborn)
         (cleared,) = (await run_cache(cluster, blind, "clear", "--worker", "d0"))["workers"]
         assert cleared == {"worker_id": "d0", "is_cleared": True, "because": ""}
         await blind.follows(first, second, stubborn)
