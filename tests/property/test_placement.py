@@ -227,7 +227,7 @@ def test_min_ttft_has_no_better_alternative_by_its_own_prediction(seed: int) -> 
         case.config,
         policy=PolicyName.MIN_TTFT,
         disagg=replace(case.config.disagg, only_thresholds=False),
-        min_ttft=MinTtftConfig(slo_tpot_s=None),
+        min_ttft=MinTtftConfig(slo_tpot_s=None, eviction_weight=0.0),
     )
     table = FleetTable.of(fleet)
     decision = Selector(config).place(table, query)
@@ -261,7 +261,8 @@ def test_min_ttft_has_no_better_alternative_by_its_own_prediction(seed: int) -> 
             ):
                 alternatives.append(cost_s[at] + exposed_s[at])
         best_s = min(best_s, *alternatives)
-    assert chosen_s <= best_s * (1.0 + config.min_ttft.slack) + 1e-9
+    # Either choice may be so much off the best one.
+    assert chosen_s <= best_s * (1.0 + config.min_ttft.slack) ** 2 + 1e-9
 
 
 @given(seed=seeds)

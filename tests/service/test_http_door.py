@@ -595,7 +595,11 @@ async def test_a_client_that_leaves_ends_its_request(
             raw.writer.transport.abort()
         abort = await door.worker.next(AbortRequest)
     assert abort.attempt_id == command.attempt_id
-    assert await door.metric('moonpool_cancelled_total{phase="wait"}') == before + 1
+
+    async def is_counted() -> bool:
+        return await door.metric('moonpool_cancelled_total{phase="wait"}') == before + 1
+
+    await eventually(is_counted, timeout_s=10, what="the client that left is counted")
 
 
 async def test_a_client_that_leaves_while_its_request_is_queued_ends_it(door: Door) -> None:
