@@ -90,6 +90,13 @@ def reuse_config(
     )
 
 
+def _judge(
+    lab: FaultLab, what: str, outcomes: list[Outcome], problems: list[str], started: float
+) -> FaultReport:
+    """The verdict on a scenario, with how much its requests reused."""
+    return lab.judge(what, outcomes, problems=problems, started=started, note=_reuse_note(outcomes))
+
+
 async def run_peer_reads(lab: FaultLab) -> FaultReport:
     """A holder dies as soon as it has told a reader what it holds; then while it says all it holds.
 
@@ -108,12 +115,12 @@ async def run_peer_reads(lab: FaultLab) -> FaultReport:
     outcomes += await lab.client.ask_all(lab.take())
     problems += await lab.died(LEFT, 2)
     problems += await settle(lab)
-    return lab.judge(
+    return _judge(
+        lab,
         "kill -9 the holder of a prefix, and again in its snapshot",
         outcomes,
-        problems=problems,
-        started=started,
-        note=_reuse_note(outcomes),
+        problems,
+        started,
     )
 
 
@@ -125,13 +132,7 @@ async def run_reader_killed(lab: FaultLab) -> FaultReport:
     outcomes = led.outcomes + await lab.client.ask_all(led.cases(first=RIGHT))
     problems += await lab.died(LEFT, 3)
     problems += await settle(lab)
-    return lab.judge(
-        "kill -9 the reader of a prefix",
-        outcomes,
-        problems=problems,
-        started=started,
-        note=_reuse_note(outcomes),
-    )
+    return _judge(lab, "kill -9 the reader of a prefix", outcomes, problems, started)
 
 
 async def run_bad_reads(lab: FaultLab) -> FaultReport:
@@ -150,13 +151,7 @@ async def run_bad_reads(lab: FaultLab) -> FaultReport:
         for event in ("kv.digest_mismatch", "kv.read_failed")
         if not _num_logged(lab.cluster, LEFT, event)
     ]
-    return lab.judge(
-        "prefixes damaged, lost and late on their way",
-        outcomes,
-        problems=problems,
-        started=started,
-        note=_reuse_note(outcomes),
-    )
+    return _judge(lab, "prefixes damaged, lost and late on their way", outcomes, problems, started)
 
 
 async def run_holder_frozen(lab: FaultLab) -> FaultReport:
@@ -172,12 +167,12 @@ async def run_holder_frozen(lab: FaultLab) -> FaultReport:
     finally:
         process.send_signal(signal.SIGCONT)
     problems += await settle(lab)
-    return lab.judge(
+    return _judge(
+        lab,
         "SIGSTOP the holder of a prefix until all have their answers",
         outcomes,
-        problems=problems,
-        started=started,
-        note=_reuse_note(outcomes),
+        problems,
+        started,
     )
 
 
@@ -261,13 +256,7 @@ async def run_two_routers(lab: FaultLab) -> FaultReport:
         ]
         problems += await lab.died(OTHER_ROUTER, num_starts)
         problems += await settle(lab)
-    return lab.judge(
-        "two routers compete, one is killed",
-        outcomes,
-        problems=problems,
-        started=started,
-        note=_reuse_note(outcomes),
-    )
+    return _judge(lab, "two routers compete, one is killed", outcomes, problems, started)
 
 
 SCENARIOS = (
