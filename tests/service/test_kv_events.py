@@ -75,8 +75,10 @@ async def test_a_lost_change_is_noticed_and_made_up_for(tmp_path: Path) -> None:
         num_snapshots = router.metric(names.INDEX_SNAPSHOTS, outcome="loaded")
         worker.bus.loses = is_of_kv
         await worker.answer(make_request("b", prompt=50, max_tokens=2))
+        await eventually(
+            lambda: worker.bus.num_lost > 0, timeout_s=5.0, what="a change was lost on its way"
+        )
         await published(worker)
-        assert worker.bus.num_lost > 0
         worker.bus.loses = lose_nothing
         # No change follows: the next announcement tells.
         await router.follows(worker)

@@ -214,6 +214,19 @@ def test_an_idle_worker_takes_any_length_and_a_full_queue_refuses() -> None:
     assert Accepted(attempt_id=ident("next")) in frame.replies
 
 
+def test_the_young_that_wait_keep_no_older_one_out() -> None:
+    worker = make_worker(num_blocks=64, max_num_batched_tokens=8, max_queued_steps=2)
+    frame = worker.step(
+        prefill(make_request("young", prompt=60, arrival=2.0)),
+        prefill(make_request("old", prompt=60, arrival=1.0)),
+    )
+    assert frame.replies[:2] == (
+        Accepted(attempt_id=ident("young")),
+        Accepted(attempt_id=ident("old")),
+    )
+    assert frame.replies[-1] == ChunkPlanned(attempt_id=ident("old"), start=0, end=8)
+
+
 def test_blocks_promised_to_the_queue_are_counted() -> None:
     worker = make_worker(num_blocks=8, max_num_batched_tokens=16, max_queued_steps=9)
     frame = worker.step(

@@ -102,6 +102,19 @@ def test_silence_kills_only_when_stream_and_announcements_are_silent(
     ]
 
 
+def test_a_router_that_was_stopped_first_reads_what_came_meanwhile(membership: Membership) -> None:
+    joined(membership, key(), A, 0.0)
+    assert membership.tick(60.0) == []
+    assert membership.next_due() == 61.0
+    membership.on_frame(A, 60.1)
+    assert membership.tick(61.0) == []
+    # Whoever is silent then as well is dead.
+    assert membership.tick(65.1) == [
+        CloseLink(address=A, reason="silent for 5 s"),
+        WorkerLost(key=key()),
+    ]
+
+
 def test_a_later_incarnation_replaces_and_the_replaced_one_never_returns(
     membership: Membership,
 ) -> None:

@@ -357,9 +357,10 @@ class Core:
         return state
 
     def _enqueue(self, state: RequestState) -> RefuseReason | None:
-        num_queued_tokens = self._scheduler.num_queued_tokens
+        # The younger do not count: the oldest request is taken whoever waits, so that it gets on.
+        num_queued_tokens = self._scheduler.num_queued_tokens_before(state.order)
         limit = self._config.max_queued_steps * self._config.max_num_batched_tokens
-        # An idle worker takes a prompt of any length.
+        # Who waits for nobody may be of any length.
         if num_queued_tokens:
             num_queued_tokens += self._scheduler.num_tokens_to_compute(state)
             if num_queued_tokens > limit:

@@ -7,7 +7,8 @@ Rules
 - Announcements only tell where to knock. Who a worker is, its own address says: the hello on a
   stream to that address. A worker counts as live while its stream stands.
 - A stream that is cut means dead, at once. A stream that is silent means dead once the
-  announcements are silent too, for `dead_after_s`.
+  announcements are silent too, for `dead_after_s`. Nobody is heard by a router that was itself stopped:
+  after a late tick everyone has `GRACE_S` to be heard.
 - Losing the bus loses nobody: known addresses are tried again for ever while it is away.
 - One incarnation of a worker at a time: the hello that comes last wins, and an incarnation that was
   replaced is never accepted again, whatever arrives late. An announcement older than one already
@@ -38,6 +39,10 @@ from moonpool.routing.worker_view import WorkerInfo, WorkerRole
 
 #: Replaced incarnations remembered per worker; announcements of older ones are long invalid.
 _MAX_REPLACED = 64
+#: A tick that comes later than this after it was due: this process was stopped, or its loop was held.
+LATE_S = 0.1
+#: How long what came in meanwhile has to be read before silence counts again.
+GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +230,10 @@ class Membership:
 
     def tick(self, now: float) -> list[MembershipEffect]:
         """Due at `next_due`; early or late ticks do no harm."""
+        due = self.next_due()
+        if due is not None and now > due + LATE_S:
+            for link in self._up_links():
+                link.heard_at = max(link.heard_at, now + GRACE_S - self._config.dead_after_s)
         effects: list[MembershipEffect] = []
         for link in tuple(self._links.values()):
             match link.state:

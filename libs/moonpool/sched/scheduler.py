@@ -146,6 +146,15 @@ class Scheduler:
             + sum(state.num_uncomputed_tokens for state in self._running if state.is_prefilling)
         )
 
+    def num_queued_tokens_before(self, order: Order) -> int:
+        """Those of `num_queued_tokens` that are not behind a request of this order: its wait."""
+        prefilling = [state for state in self._running if state.is_prefilling]
+        return (
+            self._waiting.num_queued_tokens_before(order)
+            + sum(s.num_queued_tokens for s in self.reservations.fetching if s.order < order)
+            + sum(s.num_uncomputed_tokens for s in prefilling if s.order < order)
+        )
+
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)

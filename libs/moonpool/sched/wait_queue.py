@@ -30,6 +30,10 @@ class WaitQueue:
         """Tokens that will have to be computed."""
         return sum(state.num_queued_tokens for state in self._states)
 
+    def num_queued_tokens_before(self, order: Order) -> int:
+        """Those of requests older than `order`."""
+        return sum(state.num_queued_tokens for state in self._states if state.order < order)
+
     def num_promised_blocks(self, order: Order) -> int:
         """Blocks that those older than `order` will take."""
         return sum(state.num_promised_blocks for state in self._states if state.order < order)
