@@ -348,6 +348,26 @@ def test_a_revoked_fetch_finds_what_had_come() -> None:
     assert done.first_token == answer(request)[0]
 
 
+def test_of_a_fetch_that_is_revoked_in_the_step_that_begins_it_nobody_hears() -> None:
+    worker = make_worker(num_blocks=7, max_num_batched_tokens=4, headroom_tokens=8)
+    # Its blocks fit beside the older one's, what it is expected to grow by does not.
+    frame = worker.step(
+        decode_here(young(prompt=20, max_tokens=6), peer=8), prefill(old(prompt=[7]))
+    )
+    assert [type(reply) for reply in frame.replies] == [
+        Accepted,
+        Accepted,
+        PrefillStarted,
+        ChunkPlanned,
+    ]
+    ledger = worker.core.ledger()
+    assert (ledger.num_waiting, ledger.num_reserved, ledger.num_quarantined) == (1, 0, 0)
+    # Its turn comes, with the same offer.
+    frame = worker.step(Release(attempt_id=ident("old")))
+    (reserved,) = [reply for reply in frame.replies if isinstance(reply, FetchReserved)]
+    assert (reserved.num_tokens, len(reserved.block_ids)) == (8, 2)
+
+
 def test_a_fetch_gives_way_to_no_younger_one() -> None:
     worker = make_worker(num_blocks=6, max_queued_steps=9)
     worker.step(prefill(old(prompt=[5] * 16), peer=12))

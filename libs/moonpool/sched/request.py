@@ -256,6 +256,17 @@ class RequestState:
             self.num_cached_tokens = num_computed_tokens
             self.is_cached_reported = False
 
+    def begin_fetch(self) -> None:
+        """What it was offered and has not found is read from a peer."""
+        self.fetch_start = self.num_fetched_tokens = self.num_computed_tokens
+        self.fetch_end = self.num_offered_tokens
+        self.num_offered_tokens = 0
+
+    def undo_fetch(self) -> None:
+        """Nobody was told of the fetch: it is offered as before."""
+        self.num_offered_tokens = self.fetch_end
+        self.fetch_start = self.fetch_end = self.num_fetched_tokens = 0
+
     def attach(self, block_ids: Sequence[BlockId]) -> None:
         """Append blocks on which the caller took a reference for this request."""
         start = len(self.block_ids)

@@ -346,8 +346,7 @@ class Scheduler:
                 return True
             relief = self._outlook.growth_relief(state, num_short)
             if relief.is_enough:
-                out.revoked += relief.victims
-                self._revoke(relief.victims)
+                self._revoke_in_step(relief.victims, out)
                 return False
             victim = next(s for s in reversed(self._running) if s.role is Role.DECODE)
             self._preempt(victim, out)
@@ -361,6 +360,20 @@ class Scheduler:
             if not victim.has_source:
                 victim.status = RequestStatus.WAITING
                 self.enqueue(victim)
+
+    def _revoke_in_step(self, victims: Iterable[RequestState], out: SchedulerOutput) -> None:
+        """As `_revoke`; of a fetch that this step began nobody knows yet, so it never was."""
+        told = [victim for victim in victims if victim not in out.fetching]
+        for victim in victims:
+            if victim in out.fetching:
+                out.fetching.remove(victim)
+                self.reservations.take(victim)
+                victim.undo_fetch()
+                self._release(victim)
+                victim.status = RequestStatus.WAITING
+                self.enqueue(victim)
+        self._revoke(told)
+        out.revoked += told
 
     def _preempt(self, state: RequestState, out: SchedulerOutput) -> None:
         """Take all blocks back; full ones stay cached, so that coming back is cheap."""
@@ -461,8 +474,7 @@ class Scheduler:
         if num_short > 0:
             relief = self._outlook.relief(state, num_short, prefix)
             if relief.is_enough:
-                out.revoked += relief.victims
-                self._revoke(relief.victims)
+                self._revoke_in_step(relief.victims, out)
             # Their blocks come when their reads have ended, but their growth is forgone at once.
             if self._outlook.num_short(state, prefix) > 0:
                 self._outlook.note(state, prefix)
@@ -482,9 +494,7 @@ class Scheduler:
         return state.num_offered_tokens > len(prefix) * self._block_size
 
     def _begin_fetch(self, state: RequestState) -> None:
-        state.fetch_start = state.num_fetched_tokens = state.num_computed_tokens
-        state.fetch_end = state.num_offered_tokens
-        state.num_offered_tokens = 0
+        state.begin_fetch()
         state.num_queued_tokens = state.num_tokens - state.fetch_end
         self.reservations.add(state)
 
