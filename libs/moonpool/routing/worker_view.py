@@ -15,14 +15,16 @@ class WorkerRole(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
+    #: Keeps KV for all others, who read it there; computes nothing.
+    STORE = "store"
 
     @property
     def can_prefill(self) -> bool:
-        return self is not WorkerRole.DECODE
+        return self in (WorkerRole.PREFILL, WorkerRole.BOTH)
 
     @property
     def can_decode(self) -> bool:
-        return self is not WorkerRole.PREFILL
+        return self in (WorkerRole.DECODE, WorkerRole.BOTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ _PB_BY_ROLE: dict[WorkerRole, pb.Role] = {
     WorkerRole.PREFILL: pb.ROLE_PREFILL,
     WorkerRole.DECODE: pb.ROLE_DECODE,
     WorkerRole.BOTH: pb.ROLE_BOTH,
+    WorkerRole.STORE: pb.ROLE_STORE,
 }
 _ROLE_BY_PB: dict[int, WorkerRole] = {value: role for role, value in _PB_BY_ROLE.items()}
 

@@ -15,10 +15,12 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
     ROLE_BOTH: _ClassVar[Role]
+    ROLE_STORE: _ClassVar[Role]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
 ROLE_BOTH: Role
+ROLE_STORE: Role
 
 class ModelNamespace(_message.Message):
     __slots__ = ("model", "fingerprint", "kv_dtype", "block_size", "extra")
