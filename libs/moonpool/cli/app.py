@@ -146,6 +146,25 @@ def up(
     ] = None,
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Decode workers.")] = None,
+    stores: Annotated[
+        int | None,
+        typer.Option(min=0, help="Store nodes, which keep KV that workers have no room for."),
+    ] = None,
+    ssd: Annotated[
+        Path | None, typer.Option(help="A directory on an SSD for what stores keep.")
+    ] = None,
+    ssd_size: Annotated[
+        str | None, typer.Option(help="What each store may take of it, like 4GiB.")
+    ] = None,
+    ssd_write_per_day: Annotated[
+        str | None, typer.Option(help="What each store may write in a day; 0: without a limit.")
+    ] = None,
+    ssd_strict: Annotated[
+        bool | None, typer.Option("--ssd-strict", help="Never start a store without its SSD.")
+    ] = None,
+    host_size: Annotated[
+        str | None, typer.Option(help="Memory of each store, like 1GiB.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of both doors; not loopback needs --api-key.")
@@ -291,6 +310,11 @@ def up(
         "worker.layers_per_group": layers_per_group,
         "worker.transports": transports,
         "worker.is_transport_strict": transport_strict,
+        "store.host_bytes": host_size,
+        "store.ssd_dir": ssd,
+        "store.ssd_bytes": ssd_size,
+        "store.ssd_write_bytes_per_day": ssd_write_per_day,
+        "store.is_ssd_strict": ssd_strict,
         "telemetry.otlp_traces_endpoint": otlp_traces_endpoint,
         "telemetry.log_level": log_level,
         "telemetry.log_format": log_format,
@@ -303,6 +327,7 @@ def up(
             flags=flags,
             num_prefill=prefill,
             num_decode=decode,
+            num_stores=stores,
             only_shows_config=show_config,
         ),
         is_json=as_json,

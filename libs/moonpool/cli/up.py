@@ -17,8 +17,8 @@ from moonpool.cli.terminal import make_console, print_json
 from moonpool.cli.up_view import ClusterFacts, UpView, make_view
 from moonpool.cluster.local_cluster import LocalCluster
 from moonpool.cluster.run_file import RunFile, process_start_ticks, published, running_clusters
-from moonpool.config.load import LoadedConfig, load_cluster_config
-from moonpool.config.schema import ClusterConfig, RoleName, WorkerGroup
+from moonpool.config.load import FLAG_BY_KEY, LoadedConfig, load_cluster_config
+from moonpool.config.schema import ClusterConfig, RoleName, StoreGroup, WorkerGroup
 from moonpool.errors import ConfigError, UnavailableError
 
 
@@ -31,6 +31,7 @@ class UpOptions:
     flags: Mapping[str, object]
     num_prefill: int | None = None
     num_decode: int | None = None
+    num_stores: int | None = None
     only_shows_config: bool = False
 
 
@@ -46,6 +47,7 @@ def run_up(options: UpOptions, *, is_json: bool) -> int:
     config = with_worker_counts(
         loaded.config, num_prefill=options.num_prefill, num_decode=options.num_decode
     )
+    config = with_store_count(config, options)
     if options.only_shows_config:
         return _show_config(loaded, is_json=is_json)
     check_ports(config, running_clusters(config.data_dir))
@@ -87,6 +89,29 @@ def with_worker_counts(
     if not any(group.role != "prefill" for group in groups):
         raise ConfigError("--decode 0: a cluster needs a worker of role decode or both")
     return config.model_copy(update={"workers": tuple(groups)})
+
+
+def with_store_count(config: ClusterConfig, options: UpOptions) -> ClusterConfig:
+    """The configuration with as many store nodes as the flags say.
+
+    Raises:
+        ConfigError: The file has several groups of stores, or flags are for stores that nobody starts.
+    """
+    count = options.num_stores
+    if count is not None:
+        if len(config.stores) > 1:
+            raise ConfigError(
+                f"--stores {count}: the file has {len(config.stores)} groups of stores; "
+                "set their counts there"
+            )
+        group = config.stores[0] if config.stores else StoreGroup(settings=config.store)
+        stores = (group.model_copy(update={"count": count}),) if count else ()
+        config = config.model_copy(update={"stores": stores})
+    given = [key for key, value in options.flags.items() if value is not None]
+    idle = [FLAG_BY_KEY[key] for key in given if key.startswith("store.")]
+    if idle and not config.stores:
+        raise ConfigError(f"{', '.join(idle)}: there is no store; start one with --stores 1")
+    return config
 
 
 async def _live(config: ClusterConfig, model: str, view: UpView) -> int:

@@ -70,6 +70,9 @@ def headline(config: ClusterConfig) -> str:
     counts: dict[str, int] = {}
     for group in config.workers:
         counts[group.role] = counts.get(group.role, 0) + group.count
+    if config.stores:
+        num_stores = sum(group.count for group in config.stores)
+        counts["store" if num_stores == 1 else "stores"] = num_stores
     workers = " + ".join(f"{count} {role}" for role, count in counts.items())
     return f"{config.model}, {config.dtype}: {workers}"
 
@@ -188,6 +191,9 @@ class Board:
             for group in config.workers
             for index in range(group.count)
         ]
+        names += [
+            f"{group.name}-{index}" for group in config.stores for index in range(group.count)
+        ]
         self._rows = {name: _Row(state=PartState.STOPPED, detail="", since=now) for name in names}
         self.phase = "starting"
 
@@ -291,4 +297,5 @@ def short_detail(event: PartEvent) -> str:
     text = without_log_lines(event.detail).partition("\n")[0]
     facts = dict(word.split("=", 1) for word in text.split() if "=" in word)
     shown = [facts[key] for key in ("grpc_address", "http_url") if key in facts]
+    shown += [f"{key} {facts[key]}" for key in ("memory", "ssd") if key in facts]
     return ", ".join(shown) or text

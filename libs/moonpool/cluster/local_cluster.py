@@ -1,4 +1,4 @@
-"""LocalCluster: a broker, a router and workers as processes of this machine.
+"""LocalCluster: a broker, a router, workers and stores as processes of this machine.
 
     async with LocalCluster(config) as cluster:
         cluster.endpoints.grpc_address ...
@@ -9,7 +9,7 @@ Rules
 - Everything lives in one run directory (mode 0700): configurations, logs, the broker's port. The
   configurations go when the cluster ends, the logs stay; old run directories are removed.
 - Ports are chosen by the processes and reported; nothing is guessed and then bound.
-- The order of a stop is router, workers, broker: whoever is still asked is still there.
+- The order of a stop is router, workers, stores, broker: whoever is still asked is still there.
 - However this process ends, its children end with it. Nothing is left: no process, port or memory.
 
 Enter it in the main thread: the death signal of the children follows the thread that starts them.
@@ -33,7 +33,14 @@ from moonpool.cluster.cores import CorePlan, plan_cores
 from moonpool.cluster.nats_server import NatsServer
 from moonpool.cluster.part import Part, PartEvent, PartSpec, PartState, RestartPolicy
 from moonpool.cluster.process import ChildProcess
-from moonpool.config.process import RouterConfig, WorkerConfig, router_config, worker_configs
+from moonpool.config.process import (
+    RouterConfig,
+    StoreConfig,
+    WorkerConfig,
+    router_config,
+    store_configs,
+    worker_configs,
+)
 from moonpool.config.schema import ClusterConfig
 from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError, UnavailableError
@@ -139,20 +146,30 @@ class LocalCluster:
 
     @property
     def worker_ids(self) -> tuple[WorkerId, ...]:
-        routers = self.router_names
-        return tuple(WorkerId(name) for name in self._parts if name not in routers)
+        return tuple(map(WorkerId, self._names_of(WorkerConfig)))
+
+    @property
+    def store_ids(self) -> tuple[WorkerId, ...]:
+        return tuple(map(WorkerId, self._names_of(StoreConfig)))
+
+    @property
+    def node_ids(self) -> tuple[WorkerId, ...]:
+        """All that hold KV: workers, then stores."""
+        return self.worker_ids + self.store_ids
 
     @property
     def router_names(self) -> tuple[str, ...]:
         """Those that have been started, the configured one first."""
-        return tuple(
-            name
-            for name, part in self._parts.items()
-            if isinstance(part.spec.document, RouterConfig)
-        )
+        return self._names_of(RouterConfig)
+
+    def _names_of(
+        self, kind: type[RouterConfig] | type[WorkerConfig] | type[StoreConfig]
+    ) -> tuple[str, ...]:
+        parts = self._parts.items()
+        return tuple(name for name, part in parts if isinstance(part.spec.document, kind))
 
     def part(self, name: str) -> Part:
-        """A router's name or a worker id. KeyError for another name."""
+        """A router's name, or the id of a worker or a store. KeyError for another name."""
         return self._parts[name]
 
     # -- starting and stopping --
@@ -204,7 +221,7 @@ class LocalCluster:
             part.force()
 
     async def wait_ready(self, *, timeout_s: float | None = None) -> None:
-        """Return when every router serves and every worker has joined it.
+        """Return when every router serves, and every worker and store has joined it.
 
         Raises:
             UnavailableError: Says which part is missing, and why.
@@ -244,7 +261,7 @@ class LocalCluster:
         return await fetch_cache_stats(address, key=self.config.router.api_key, deadline_s=5.0)
 
     async def ledger(self, worker_id: str) -> LedgerReport:
-        """A worker's block ledger and open streams."""
+        """The block ledger and open streams of a worker or a store."""
         address = str(self._parts[worker_id].fact("grpc_address"))
         return await fetch_ledger(address, key=self._key, deadline_s=5.0)
 
@@ -254,14 +271,14 @@ class LocalCluster:
         return await fetch_steps(address, after_step=after_step, key=self._key, deadline_s=5.0)
 
     async def wait_quiet(self, *, timeout_s: float = 10.0) -> None:
-        """Return when no worker holds anything for any request.
+        """Return when no worker and no store holds anything for anyone.
 
         Raises:
             UnavailableError: With the ledgers that are not quiet.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            ledgers = [await self.ledger(worker_id) for worker_id in self.worker_ids]
+            ledgers = [await self.ledger(node_id) for node_id in self.node_ids]
             busy = [ledger for ledger in ledgers if not ledger.is_quiet]
             if not busy:
                 return
@@ -291,7 +308,8 @@ class LocalCluster:
         self._stack.push_async_callback(self._stop_parts)
         if self._options.has_router:
             self.start_router()
-        for spec in self._worker_specs(plan):
+        # Stores first: a worker that begins to serve has where to put what it computes.
+        for spec in (*self._store_specs(plan), *self._worker_specs(plan)):
             self._start_part(spec)
         if self._options.waits_ready:
             await self.wait_ready()
@@ -311,13 +329,16 @@ class LocalCluster:
     async def _stop_parts(self) -> None:
         for name in self.router_names:
             await self.stop_part(name)
-        async with asyncio.TaskGroup() as stopping:
-            for name in self.worker_ids:
-                stopping.create_task(self.stop_part(name))
+        for names in (self.worker_ids, self.store_ids):
+            async with asyncio.TaskGroup() as stopping:
+                for name in names:
+                    stopping.create_task(self.stop_part(name))
 
     def _stop_timeout_s(self, part: Part) -> float:
         document = part.spec.document
-        settings = document.router if isinstance(document, RouterConfig) else document.worker
+        if isinstance(document, RouterConfig):
+            return document.router.drain_timeout_s + _STOP_GRACE_S
+        settings = document.store if isinstance(document, StoreConfig) else document.worker
         return settings.drain_timeout_s + _STOP_GRACE_S
 
     def _router_spec(self, name: str) -> PartSpec:
@@ -353,6 +374,18 @@ class LocalCluster:
             )
         return specs
 
+    def _store_specs(self, plan: CorePlan) -> list[PartSpec]:
+        return [
+            PartSpec(
+                name=document.store_id,
+                module="moonpool_kvstore",
+                document=document,
+                cores=document.store.cpus or plan.others,
+                environment=self._options.environment,
+            )
+            for document in store_configs(self.config, nats_url=self._nats_url)
+        ]
+
     def _core_plan(self) -> CorePlan:
         roles = [group.role for group in self.config.workers for _ in range(group.count)]
         available = sorted(os.sched_getaffinity(0)) if self._options.is_pinned else ()
@@ -367,7 +400,7 @@ class LocalCluster:
         if not status.is_ready:
             return status.not_ready_because
         joined = {worker.worker_id for worker in status.workers if worker.is_live}
-        missing = [name for name in self.worker_ids if name not in joined]
+        missing = [name for name in self.node_ids if name not in joined]
         refusals = [
             f"{worker.worker_id}: {worker.because}" for worker in status.workers if worker.because
         ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moonpool.cluster.process import ChildProcess
-from moonpool.config.process import RouterConfig, WorkerConfig, write_document
+from moonpool.config.process import ProcessConfig, RouterConfig, write_document
 from moonpool.errors import UnavailableError
 from moonpool.service.ready import ReadyPipe, ReadyReport
 
@@ -62,7 +62,7 @@ class PartSpec:
     name: str
     #: Python module, run as `python -m`.
     module: str
-    document: RouterConfig | WorkerConfig
+    document: ProcessConfig
     cores: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -235,7 +235,7 @@ class Part:
             pass_fds=(pipe.child_fd,),
         )
 
-    def _document(self) -> RouterConfig | WorkerConfig:
+    def _document(self) -> ProcessConfig:
         failpoints = self._next_failpoints.popleft() if self._next_failpoints else ""
         document = self.spec.document
         if not failpoints:
@@ -256,12 +256,10 @@ class Part:
         return self._process.log_tail() if self._process is not None else "(never started)"
 
 
-def _on_same_ports(
-    document: RouterConfig | WorkerConfig, report: ReadyReport
-) -> RouterConfig | WorkerConfig:
+def _on_same_ports(document: ProcessConfig, report: ReadyReport) -> ProcessConfig:
     """A router that starts again listens where its clients know it.
 
-    Workers choose anew: whoever looks for one learns its address from the bus.
+    Workers and stores choose anew: whoever looks for one learns its address from the bus.
     """
     if not isinstance(document, RouterConfig):
         return document

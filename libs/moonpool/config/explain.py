@@ -25,10 +25,12 @@ def describe_errors(
     """One line per mistake. `where` names the source, or tells it for a dotted key."""
     lines: list[str] = []
     items = error.errors(include_url=False, include_context=False)
-    shared = {(item["loc"][1:], item["msg"]) for item in items if item["loc"][:1] == ("worker",)}
+    said = {(item["loc"], item["msg"]) for item in items}
     for item in items:
-        # A mistake in [worker] is one in each group as well: say it once.
-        if item["loc"][:1] == ("workers",) and (item["loc"][3:], item["msg"]) in shared:
+        # A mistake in [worker] or [store] is one in each group as well: say it once.
+        groups, *_ = item["loc"] or ("",)
+        table = {"workers": "worker", "stores": "store"}.get(str(groups))
+        if table is not None and ((table, *item["loc"][3:]), item["msg"]) in said:
             continue
         location = tuple(part for part in item["loc"] if part != "settings")
         key = dotted(location)

@@ -68,6 +68,11 @@ FLAG_BY_KEY = {
     "worker.layers_per_group": "--layers-per-group",
     "worker.transports": "--transports",
     "worker.is_transport_strict": "--transport-strict",
+    "store.host_bytes": "--host-size",
+    "store.ssd_dir": "--ssd",
+    "store.ssd_bytes": "--ssd-size",
+    "store.ssd_write_bytes_per_day": "--ssd-write-per-day",
+    "store.is_ssd_strict": "--ssd-strict",
     "telemetry.otlp_traces_endpoint": "--otlp-traces-endpoint",
     "telemetry.log_level": "--log-level",
     "telemetry.log_format": "--log-format",
@@ -76,6 +81,9 @@ FLAG_BY_KEY = {
 }
 
 MAX_FILE_BYTES = 1 << 20
+
+#: Lists of groups, and the tables that hold their defaults.
+_DEFAULTS_BY_GROUPS = {"workers": "worker", "stores": "store"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +101,7 @@ class LoadedConfig:
             yield key, shown, self.origin_of(key)
 
     def origin_of(self, key: str) -> str:
-        """A key of a worker group may come from `[worker]`."""
+        """A key of a group of workers or stores may come from `[worker]` or `[store]`."""
         return _origin_of(self.origins, key)
 
 
@@ -175,10 +183,12 @@ def _check_key(key: str, origin: str) -> str | None:
     """The mistake in a dotted key, if there is one."""
     parts = tuple(key.split("."))
     allowed = keys_at(ClusterConfig, parts[:-1])
-    if (parts[-1] in allowed and parts[0] != "workers") or key == "workers":
+    if key in _DEFAULTS_BY_GROUPS or (
+        parts[-1] in allowed and parts[0] not in _DEFAULTS_BY_GROUPS
+    ):
         return None
-    if parts[0] == "workers":
-        return f"{key} ({origin}): single workers can only be set in a file"
+    if parts[0] in _DEFAULTS_BY_GROUPS:
+        return f"{key} ({origin}): single {parts[0]} can only be set in a file"
     return unknown_key(key, allowed or keys_at(ClusterConfig, ()), origin)
 
 
@@ -207,8 +217,10 @@ def _origin_of(origins: Mapping[str, str], key: str) -> str:
     if key in origins:
         return origins[key]
     head, bracket, rest = key.partition("]")
-    if head.startswith("workers[") and bracket:
-        shared = origins.get("worker" + rest)
+    groups = head.partition("[")[0]
+    if bracket and groups in _DEFAULTS_BY_GROUPS:
+        # `stores = 2` says how many there are.
+        shared = origins.get(groups if rest == ".count" else _DEFAULTS_BY_GROUPS[groups] + rest)
         if shared is not None:
             return shared
     below = {origin for name, origin in origins.items() if name.startswith((f"{key}.", f"{key}["))}
@@ -223,9 +235,9 @@ def _leaves(section: BaseModel, prefix: str) -> Iterator[tuple[str, object]]:
         key = prefix if name == "settings" else f"{prefix}.{name}" if prefix else name
         if isinstance(value, BaseModel):
             yield from _leaves(value, key)
-        elif name == "workers":
+        elif name in _DEFAULTS_BY_GROUPS:
             for index, group in enumerate(value):
-                yield from _leaves(group, f"workers[{index}]")
+                yield from _leaves(group, f"{name}[{index}]")
         else:
             yield key, value
 

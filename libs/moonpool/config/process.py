@@ -21,6 +21,7 @@ from moonpool.config.schema import (
     RoleName,
     RouterSettings,
     Section,
+    StoreSettings,
     TelemetrySettings,
     WorkerSettings,
 )
@@ -62,6 +63,16 @@ class WorkerConfig(Section):
     worker: WorkerSettings
 
 
+class StoreConfig(Section):
+    """A store node's process."""
+
+    common: CommonSettings
+    store_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    #: The workers': tokens of a block.
+    block_size: int
+    store: StoreSettings
+
+
 def router_config(cluster: ClusterConfig, *, nats_url: str) -> RouterConfig:
     """The router's part. `nats_url` is the broker's real address, embedded or not."""
     return RouterConfig(common=_common(cluster, nats_url), router=cluster.router)
@@ -82,10 +93,27 @@ def worker_configs(cluster: ClusterConfig, *, nats_url: str) -> tuple[WorkerConf
     )
 
 
-DocumentT = TypeVar("DocumentT", RouterConfig, WorkerConfig)
+def store_configs(cluster: ClusterConfig, *, nats_url: str) -> tuple[StoreConfig, ...]:
+    """One per store node, in the order of the file."""
+    common = _common(cluster, nats_url)
+    return tuple(
+        StoreConfig(
+            common=common,
+            store_id=f"{group.name}-{index}",
+            block_size=cluster.workers[0].settings.block_size,
+            store=group.settings,
+        )
+        for group in cluster.stores
+        for index in range(group.count)
+    )
 
 
-def write_document(config: RouterConfig | WorkerConfig, path: Path) -> None:
+#: What any process of a cluster is told.
+ProcessConfig = RouterConfig | WorkerConfig | StoreConfig
+DocumentT = TypeVar("DocumentT", RouterConfig, WorkerConfig, StoreConfig)
+
+
+def write_document(config: ProcessConfig, path: Path) -> None:
     """Write `config` to a file of mode 0600, replacing what is there."""
     write_private(path, config.model_dump_json().encode())
 

@@ -206,14 +206,12 @@ class WorkerSettings(Section):
     @field_validator("transports", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+        return _split_names(value)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if len(set(self.transports)) != len(self.transports):
-            raise ValueError(f"transports = {list(self.transports)}: each may be named once")
-        if is_wildcard(self.host) and self.advertise_host is None:
-            raise ValueError(f"host = {self.host!r} is no address to dial: set advertise_host")
+        _check_transports(self.transports)
+        _check_address(self.host, self.advertise_host)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs = {self.max_num_seqs}: allowed is at most max_num_batched_tokens "
@@ -225,6 +223,64 @@ class WorkerSettings(Section):
                 f"block_size = {self.block_size}, since a chunk of a prompt ends on a block's edge"
             )
         return self
+
+
+class StoreSettings(Section):
+    """A store node's limits; `[store]` holds the defaults of all, `[[stores]]` overrides."""
+
+    host: Host = "127.0.0.1"
+    port: Port = 0
+    #: As a worker's.
+    metrics_port: Port | Literal["off"] = 0
+    advertise_host: Host | None = None
+    #: Memory that holds blocks. All of it is taken at the start.
+    host_bytes: SizeBytes = Field(default=2**30, ge=2**16)
+    #: An existing directory on an SSD, in which each node makes one of its own; None: memory only.
+    ssd_dir: Path | None = None
+    ssd_bytes: SizeBytes = Field(default=4 * 2**30, ge=2**20)
+    #: What may be written to the SSD in a day, since writing wears it out; 0: without a limit.
+    ssd_write_bytes_per_day: SizeBytes = Field(default=256 * 2**30, ge=0)
+    #: Refuse to start without the SSD, instead of serving from memory alone.
+    is_ssd_strict: bool = False
+    #: In order of preference, how blocks are read from the workers that offer them.
+    transports: tuple[TransportName, ...] = Field(default=("shm", "grpc"), min_length=1)
+    #: As a worker's: the order in which blocks leave the memory.
+    kv_eviction_policy: EvictionPolicyName = "s3_fifo"
+    #: CPUs of the process; empty: the supervisor decides.
+    cpus: CpuList = ()
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3_600)
+    #: Check all invariants after every step (tests, debugging).
+    is_checked: bool = False
+
+    @field_validator("ssd_dir", mode="before")
+    @classmethod
+    def _is_named(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @field_validator("ssd_dir")
+    @classmethod
+    def _expand(cls, value: Path | None) -> Path | None:
+        return value.expanduser().absolute() if value is not None else None
+
+    @field_validator("transports", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        return _split_names(value)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        _check_transports(self.transports)
+        _check_address(self.host, self.advertise_host)
+        return self
+
+
+class StoreGroup(Section):
+    """Store nodes that are alike. `settings` is `[store]` with this group's own keys over it."""
+
+    count: int = Field(default=1, ge=1, le=256)
+    #: Node ids are `<name>-<index>`.
+    name: ClusterName = "store"
+    settings: StoreSettings = StoreSettings()
 
 
 class WorkerGroup(Section):
@@ -274,6 +330,9 @@ class ClusterConfig(Section):
     workers: tuple[WorkerGroup, ...] = Field(
         default=(WorkerGroup(role="prefill"), WorkerGroup(role="decode"))
     )
+    store: StoreSettings = StoreSettings()
+    #: None: what workers evict is gone. A number stands for so many nodes that are alike.
+    stores: tuple[StoreGroup, ...] = ()
     telemetry: TelemetrySettings = TelemetrySettings()
     #: Places at which processes break on purpose; refused unless `unsafe_failpoints` is set.
     failpoints: str = ""
@@ -286,17 +345,17 @@ class ClusterConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _spread_worker_defaults(cls, data: Any) -> Any:  # Any: pydantic gives what it was given
-        """A group's own keys over `[worker]`: the merged table is what is checked."""
+    def _spread_defaults(cls, data: Any) -> Any:  # Any: pydantic gives what it was given
+        """A group's own keys over `[worker]` or `[store]`: the merged table is what is checked."""
         if not isinstance(data, dict):
             return data
-        base = data.get("worker", {})
-        groups = data.get("workers", [{"role": "prefill"}, {"role": "decode"}])
-        if isinstance(base, WorkerSettings):
-            base = base.model_dump()
-        if not isinstance(base, dict) or not isinstance(groups, list | tuple):
-            return data
-        return {**data, "workers": [_spread(group, base) for group in groups]}
+        workers = data.get("workers", [{"role": "prefill"}, {"role": "decode"}])
+        stores = _counted(data.get("stores", ()))
+        return {
+            **data,
+            "workers": _spread_all(workers, data.get("worker", {}), WorkerSettings),
+            "stores": _spread_all(stores, data.get("store", {}), StoreSettings),
+        }
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -308,6 +367,12 @@ class ClusterConfig(Section):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"workers: two groups are named {name!r}: give each its own name")
+        for group in self.stores:
+            names.append(group.name)
+            if names.count(group.name) > 1:
+                raise ValueError(
+                    f"stores: another group is named {group.name!r}: give each its own name"
+                )
         sizes = {group.settings.block_size for group in self.workers}
         if len(sizes) > 1:
             raise ValueError(
@@ -316,7 +381,25 @@ class ClusterConfig(Section):
         return self
 
 
+#: Of groups of workers and of stores; all others are settings.
 GROUP_KEYS = frozenset({"role", "count", "name", "settings"})
+
+
+def _counted(stores: Any) -> Any:  # Any: unchecked input
+    """`stores = 2`: that many, as `[store]` says."""
+    if isinstance(stores, str) and stores.strip().isdecimal():
+        stores = int(stores)
+    if isinstance(stores, int) and not isinstance(stores, bool):
+        return [{"count": stores}] if stores else []
+    return stores
+
+
+def _spread_all(groups: Any, base: Any, settings: type[Section]) -> Any:  # Any: unchecked input
+    if isinstance(base, settings):
+        base = base.model_dump()
+    if not isinstance(base, dict) or not isinstance(groups, list | tuple):
+        return groups
+    return [_spread(group, base) for group in groups]
 
 
 def _spread(group: Any, base: dict[str, Any]) -> Any:  # Any: unchecked input
@@ -324,9 +407,23 @@ def _spread(group: Any, base: dict[str, Any]) -> Any:  # Any: unchecked input
         return group
     own = {key: value for key, value in group.items() if key not in GROUP_KEYS}
     given = group.get("settings", {})
-    if isinstance(given, WorkerSettings):
+    if isinstance(given, Section):
         given = given.model_dump(exclude_unset=True)
     kept = {key: value for key, value in group.items() if key in GROUP_KEYS}
     if not isinstance(given, dict):
         return kept
     return {**kept, "settings": {**base, **given, **own}}
+
+
+def _split_names(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+def _check_transports(transports: tuple[TransportName, ...]) -> None:
+    if len(set(transports)) != len(transports):
+        raise ValueError(f"transports = {list(transports)}: each may be named once")
+
+
+def _check_address(host: str, advertise_host: str | None) -> None:
+    if is_wildcard(host) and advertise_host is None:
+        raise ValueError(f"host = {host!r} is no address to dial: set advertise_host")
