@@ -1,0 +1,150 @@
+"""StoreRecord, RingView: what store nodes tell each other of themselves, as values.
+
+Where a chain lies follows from hashing (tiering/homes.py). A record says what hashing cannot tell: that
+a node is there and since when, which chains it holds that others are to hold as well, and how fast it
+is read. A node writes its own record and no other; all of them together are the view.
+
+A copy is asked for by the node that has it and taken by the one that is named: takers read, as for a
+put, since only a node itself writes its memory. When a taker has it, the router hears of it as of any
+block that it published.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moonpool.ids import BlockHash, WorkerId, WorkerKey
+
+_HASH_BYTES = 32
+#: Of one record: what is asked for beyond waits until these copies are taken.
+MAX_COPIES = 64
+MAX_COPY_BLOCKS = 4_096
+MAX_READS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMember:
+    """One life of one store node."""
+
+    key: WorkerKey
+    #: gRPC address (host:port) that peers connect to.
+    address: str
+    #: Wall clock at the start of this life; hosts' clocks may differ by a second or so.
+    since_unix_s: float
+    #: It takes nothing new, and others take over what it holds.
+    is_draining: bool = False
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.since_unix_s):
+            raise ValueError(f"since_unix_s = {self.since_unix_s}")
+
+    def age_s(self, now_unix_s: float) -> float:
+        """Seconds since it came; never negative."""
+        return max(now_unix_s - self.since_unix_s, 0.0)
+
+
+class CopyKind(enum.StrEnum):
+    """Why a chain is to lie somewhere else too."""
+
+    #: It is read faster than one node should serve.
+    REPLICA = "replica"
+    #: Its home is another node by now: the ring has changed, or this node leaves it.
+    MOVE = "move"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainCopy:
+    """A chain that the record's node holds and that others are to take from it."""
+
+    kind: CopyKind
+    #: On whose account it is kept.
+    tenant: str
+    #: The chain from its start; at least one block.
+    hashes: tuple[BlockHash, ...]
+    takers: tuple[WorkerId, ...]
+
+    def __post_init__(self) -> None:
+        if not self.hashes or any(len(block_hash) != _HASH_BYTES for block_hash in self.hashes):
+            raise ValueError(f"a copy of {len(self.hashes)} blocks, or a hash of another length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainReads:
+    """How fast one node's copy of a chain is read."""
+
+    #: Of the block that decides the chain's home.
+    home_hash: BlockHash
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if len(self.home_hash) != _HASH_BYTES or not 0.0 <= self.bytes_per_s < math.inf:
+            raise ValueError(f"{len(self.home_hash)} bytes of hash, {self.bytes_per_s} bytes/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRecord:
+    """All that one node says of itself, whole each time."""
+
+    member: StoreMember
+    copies: tuple[ChainCopy, ...] = ()
+    reads: tuple[ChainReads, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_blocks = sum(len(copy.hashes) for copy in self.copies)
+        if (
+            len(self.copies) > MAX_COPIES
+            or num_blocks > MAX_COPY_BLOCKS
+            or len(self.reads) > MAX_READS
+        ):
+            raise ValueError(
+                f"{len(self.copies)} copies of {num_blocks} blocks, {len(self.reads)} reads"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingView:
+    """The records of all nodes that were there when it was read; one of each store, in order of id."""
+
+    records: tuple[StoreRecord, ...] = ()
+
+    @classmethod
+    def of(cls, records: Iterable[StoreRecord]) -> RingView:
+        """Of two lives of one store the one that began later counts."""
+        latest: dict[WorkerId, StoreRecord] = {}
+        for record in records:
+            member = record.member
+            rival = latest.get(member.key.worker_id)
+            if rival is None or _life(rival.member) < _life(member):
+                latest[member.key.worker_id] = record
+        return cls(records=tuple(latest[store_id] for store_id in sorted(latest)))
+
+    @property
+    def members(self) -> tuple[StoreMember, ...]:
+        """In order of store id."""
+        return tuple(record.member for record in self.records)
+
+    def copies_for(self, store_id: WorkerId) -> tuple[tuple[StoreMember, ChainCopy], ...]:
+        """What this store is asked to take, each with the node that it is read from."""
+        return tuple(
+            (record.member, copy)
+            for record in self.records
+            for copy in record.copies
+            if store_id in copy.takers and record.member.key.worker_id != store_id
+        )
+
+    def reads_elsewhere(self, store_id: WorkerId) -> dict[BlockHash, float]:
+        """Bytes per second by home hash, summed over all nodes but this one."""
+        bytes_per_s: dict[BlockHash, float] = {}
+        for record in self.records:
+            if record.member.key.worker_id != store_id:
+                for reads in record.reads:
+                    before = bytes_per_s.get(reads.home_hash, 0.0)
+                    bytes_per_s[reads.home_hash] = before + reads.bytes_per_s
+        return bytes_per_s
+
+
+def _life(member: StoreMember) -> tuple[float, str]:
+    return (member.since_unix_s, member.key.incarnation)
