@@ -242,8 +242,9 @@ class StoreSettings(Section):
     ssd_write_bytes_per_day: SizeBytes = Field(default=256 * 2**30, ge=0)
     #: Refuse to start without the SSD, instead of serving from memory alone.
     is_ssd_strict: bool = False
-    #: In order of preference, how blocks are read from the workers that offer them.
+    #: As a worker's: how blocks are read from workers that offer them, in order of preference.
     transports: tuple[TransportName, ...] = Field(default=("shm", "grpc"), min_length=1)
+    is_transport_strict: bool = False
     #: As a worker's: the order in which blocks leave the memory.
     kv_eviction_policy: EvictionPolicyName = "s3_fifo"
     #: CPUs of the process; empty: the supervisor decides.

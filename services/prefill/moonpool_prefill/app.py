@@ -15,7 +15,8 @@ from moonpool.transport.grpc_reader import GrpcTransport
 from moonpool.transport.nixl import NixlTransport
 from moonpool.transport.shm import ShmTransport
 from moonpool.worker.engine_process import EngineProcess
-from moonpool.worker.service import StartEngine, TransportContext, WorkerAdapters, WorkerService
+from moonpool.worker.node import NodeAdapters, TransportContext
+from moonpool.worker.service import StartEngine, WorkerAdapters, WorkerService
 
 ROLES = ("prefill", "both")
 
@@ -37,13 +38,13 @@ def build(
     """
     if config.role not in ROLES:
         raise ConfigError(f"role = {config.role!r}: allowed here are {', '.join(ROLES)}")
-    adapters = WorkerAdapters(
-        bus=bus
-        or NatsBus(config.common.nats_url, name=f"{config.common.cluster} {config.worker_id}"),
-        start_engine=start_engine or EngineProcess.start,
+    name = f"{config.common.cluster} {config.worker_id}"
+    node = NodeAdapters(
+        bus=bus or NatsBus(config.common.nats_url, name=name),
         transports={"shm": _shm, "nixl": _nixl, "grpc": _grpc},
         clock=clock or SystemClock(),
     )
+    adapters = WorkerAdapters(node=node, start_engine=start_engine or EngineProcess.start)
     return WorkerService(config, adapters)
 
 
