@@ -35,7 +35,7 @@ from moonpool.cluster.part import Part, PartEvent, PartSpec, PartState, RestartP
 from moonpool.cluster.process import ChildProcess
 from moonpool.config.process import (
     RouterConfig,
-    StoreConfig,
+    KvStoreConfig,
     WorkerConfig,
     router_config,
     store_configs,
@@ -150,7 +150,7 @@ class LocalCluster:
 
     @property
     def store_ids(self) -> tuple[WorkerId, ...]:
-        return tuple(map(WorkerId, self._names_of(StoreConfig)))
+        return tuple(map(WorkerId, self._names_of(KvStoreConfig)))
 
     @property
     def node_ids(self) -> tuple[WorkerId, ...]:
@@ -163,7 +163,7 @@ class LocalCluster:
         return self._names_of(RouterConfig)
 
     def _names_of(
-        self, kind: type[RouterConfig] | type[WorkerConfig] | type[StoreConfig]
+        self, kind: type[RouterConfig] | type[WorkerConfig] | type[KvStoreConfig]
     ) -> tuple[str, ...]:
         parts = self._parts.items()
         return tuple(name for name, part in parts if isinstance(part.spec.document, kind))
@@ -338,7 +338,7 @@ class LocalCluster:
         document = part.spec.document
         if isinstance(document, RouterConfig):
             return document.router.drain_timeout_s + _STOP_GRACE_S
-        settings = document.store if isinstance(document, StoreConfig) else document.worker
+        settings = document.store if isinstance(document, KvStoreConfig) else document.worker
         return settings.drain_timeout_s + _STOP_GRACE_S
 
     def _router_spec(self, name: str) -> PartSpec:

@@ -63,7 +63,7 @@ class WorkerConfig(Section):
     worker: WorkerSettings
 
 
-class StoreConfig(Section):
+class KvStoreConfig(Section):
     """A store node's process."""
 
     common: CommonSettings
@@ -93,11 +93,11 @@ def worker_configs(cluster: ClusterConfig, *, nats_url: str) -> tuple[WorkerConf
     )
 
 
-def store_configs(cluster: ClusterConfig, *, nats_url: str) -> tuple[StoreConfig, ...]:
+def store_configs(cluster: ClusterConfig, *, nats_url: str) -> tuple[KvStoreConfig, ...]:
     """One per store node, in the order of the file."""
     common = _common(cluster, nats_url)
     return tuple(
-        StoreConfig(
+        KvStoreConfig(
             common=common,
             store_id=f"{group.name}-{index}",
             block_size=cluster.workers[0].settings.block_size,
@@ -109,8 +109,8 @@ def store_configs(cluster: ClusterConfig, *, nats_url: str) -> tuple[StoreConfig
 
 
 #: What any process of a cluster is told.
-ProcessConfig = RouterConfig | WorkerConfig | StoreConfig
-DocumentT = TypeVar("DocumentT", RouterConfig, WorkerConfig, StoreConfig)
+ProcessConfig = RouterConfig | WorkerConfig | KvStoreConfig
+DocumentT = TypeVar("DocumentT", RouterConfig, WorkerConfig, KvStoreConfig)
 
 
 def write_document(config: ProcessConfig, path: Path) -> None:

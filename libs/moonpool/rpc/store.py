@@ -1,0 +1,68 @@
+"""Questions to a store node, and offers to it."""
+
+from __future__ import annotations
+
+import grpc
+
+from moonpool.api.v1 import store_pb2 as pb
+from moonpool.api.v1 import store_pb2_grpc
+from moonpool.rpc.calls import call
+from moonpool.rpc.channel import open_channel
+from moonpool.rpc.metadata import Metadata, call_metadata
+from moonpool.wire.store import (
+    PutAnswer,
+    PutOffer,
+    StoreReport,
+    put_answer_from_pb,
+    put_offer_to_pb,
+    store_report_from_pb,
+)
+
+
+async def offer_blocks(
+    channel: grpc.aio.Channel,
+    offer: PutOffer,
+    *,
+    metadata: Metadata,
+    timeout_s: float,
+) -> PutAnswer:
+    """Offer a chain to a store, which reads what it wants of it later.
+
+    Args:
+        timeout_s: For the answer, which needs no reading.
+
+    Raises:
+        MoonpoolError: It did not answer, is another incarnation, or answers nonsense.
+    """
+    stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+    reply = await call(
+        stub.Put,
+        put_offer_to_pb(offer),
+        pb.PutReply,
+        peer=str(offer.store),
+        deadline_s=timeout_s,
+        metadata=metadata,
+    )
+    return put_answer_from_pb(reply)
+
+
+async def fetch_store_report(address: str, *, key: str, deadline_s: float) -> StoreReport:
+    """What a store node says of its tiers.
+
+    Args:
+        key: The cluster's RPC key.
+
+    Raises:
+        MoonpoolError: It did not answer, or not with a report.
+    """
+    async with open_channel(address) as channel:
+        stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+        reply = await call(
+            stub.Stats,
+            pb.StoreStatsRequest(),
+            pb.StoreStatsReply,
+            peer=address,
+            deadline_s=deadline_s,
+            metadata=call_metadata(key=key),
+        )
+    return store_report_from_pb(reply)
