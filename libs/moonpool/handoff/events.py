@@ -163,7 +163,6 @@ FetchEvent = (
     PeerNamed | AttemptAborted | CoreFrameReceived | HolderMessageReceived | StreamBroken | ReadDone
 )
 HoldEvent = CoreFrameReceived | PrefixOpenReceived | PrefixStreamClosed
-#: What a shell may say; PeerNamed and AttemptAborted are said among the machines.
-HandoffEvent = (
-    PrefillEvent | DecodeEvent | HolderMessageReceived | PrefixOpenReceived | PrefixStreamClosed
-)
+#: What a shell may say. PeerNamed and AttemptAborted are said among the machines of a worker; a store,
+#: whose attempts are no router's, says them itself.
+HandoffEvent = PrefillEvent | DecodeEvent | FetchEvent | HoldEvent

@@ -104,7 +104,7 @@ class WorkerHandoffs:
                 return [*self.decode.handle(event, now), *self.fetches.handle(event, now)]
             case SourceMessageReceived() | ReadDone():
                 return self._followed(self.decode.handle(event, now), None, now)
-            case HolderMessageReceived():
+            case HolderMessageReceived() | PeerNamed() | AttemptAborted():
                 return list(self.fetches.handle(event, now))
             case PrefixOpenReceived() | PrefixStreamClosed():
                 return list(self.holds.handle(event, now))

@@ -209,6 +209,69 @@ REFUSED_ATTEMPTS = _counter(
 )
 HANDED_BACK = _counter("moonpool_handed_back_total", "Attempts that a worker gave back.", "reason")
 
+# -- stores --
+
+STORE_BLOCKS = _gauge("moonpool_store_blocks", "Blocks that a store holds.", "tier")
+STORE_BYTES = _gauge(
+    "moonpool_store_bytes", "What a tier of a store holds (disk: its files), in bytes.", "tier"
+)
+STORE_CAPACITY = _gauge("moonpool_store_capacity_bytes", "What a tier may hold.", "tier")
+STORE_PINNED_BLOCKS = _gauge("moonpool_store_pinned_blocks", "Blocks that are pinned.")
+STORE_UNWRITTEN_BLOCKS = _gauge(
+    "moonpool_store_unwritten_blocks", "Blocks that wait for the disk or are being written."
+)
+STORE_PUTS = _counter(
+    "moonpool_store_puts_total",
+    "Offers of chains, by what became of them: taken, known (all is there or on its way), draining, "
+    "too_many_puts, no_room, over_quota.",
+    "outcome",
+)
+STORE_EXPIRED_PUTS = _counter(
+    "moonpool_store_expired_puts_total", "Offers that were taken and not read in time."
+)
+STORE_PUT_BLOCKS = _counter(
+    "moonpool_store_put_blocks_total", "Blocks that were read from those who offered them."
+)
+STORE_GETS = _counter(
+    "moonpool_store_gets_total",
+    "Prefixes that readers asked for, by what they were lent: found, short (the disk was late, failed or "
+    "there was no room), missed.",
+    "outcome",
+)
+STORE_HIT_BLOCKS = _counter(
+    "moonpool_store_hit_blocks_total",
+    "Blocks that readers were lent, by the tier in which they lay.",
+    "tier",
+)
+STORE_EVICTED_BLOCKS = _counter(
+    "moonpool_store_evicted_blocks_total",
+    "Blocks that left a tier for want of room: demoted (from memory, they lie on disk), lost (from memory, "
+    "they lie nowhere), reclaimed (from disk).",
+    "kind",
+)
+STORE_LOADED_BLOCKS = _counter(
+    "moonpool_store_loaded_blocks_total", "Blocks read from disk into memory: ok, failed, bad.", "outcome"
+)
+STORE_WRITTEN_BLOCKS = _counter(
+    "moonpool_store_written_blocks_total",
+    "Blocks for the disk: ok, failed, unadmitted (seen too rarely for what is left of the budget).",
+    "outcome",
+)
+STORE_DISK_BYTES = _counter(
+    "moonpool_store_disk_bytes_total", "Bytes that went to and came from the disk.", "direction"
+)
+STORE_WRITE_BUDGET = _gauge(
+    "moonpool_store_write_budget_bytes", "What may be written to the disk now; absent without a budget."
+)
+STORE_BREAKER = _gauge(
+    "moonpool_store_breaker",
+    "Whether the disk is asked, for reads and writes: 0 closed (it is), 1 half open, 2 open.",
+    "access",
+)
+STORE_DISK_UP = _gauge(
+    "moonpool_store_disk_up", "1 while the disk takes writes, 0 while it does not or is not there."
+)
+
 METRICS: tuple[Metric, ...] = tuple(
     value for value in tuple(globals().values()) if isinstance(value, Metric)
 )

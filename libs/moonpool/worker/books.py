@@ -39,10 +39,15 @@ WORKER_METRICS: tuple[Metric, ...] = (
 
 
 class WorkerBooks:
-    """Counts for one worker."""
+    """Counts for one worker.
 
-    def __init__(self, metrics: Metrics) -> None:
+    Args:
+        tier: Where its blocks lie.
+    """
+
+    def __init__(self, metrics: Metrics, *, tier: str = "device") -> None:
         self._metrics = metrics
+        self._tier = tier
 
     @property
     def metrics(self) -> Metrics:
@@ -104,7 +109,7 @@ class WorkerBooks:
             ("cached", ledger.num_cached),
             ("active", ledger.num_referenced),
         ):
-            metrics.set(names.KV_BLOCKS, number, tier="device", state=state)
+            metrics.set(names.KV_BLOCKS, number, tier=self._tier, state=state)
         for state, number in (
             ("running", ledger.num_running),
             ("waiting", ledger.num_waiting),
