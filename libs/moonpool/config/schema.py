@@ -58,6 +58,20 @@ class Section(BaseModel):
     )
 
 
+def _split_names(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+def _check_transports(transports: tuple[TransportName, ...]) -> None:
+    if len(set(transports)) != len(transports):
+        raise ValueError(f"transports = {list(transports)}: each may be named once")
+
+
+def _check_address(host: str, advertise_host: str | None) -> None:
+    if is_wildcard(host) and advertise_host is None:
+        raise ValueError(f"host = {host!r} is no address to dial: set advertise_host")
+
+
 class NatsSettings(Section):
     """The control bus. Without a url the local cluster starts a broker of its own."""
 
@@ -189,6 +203,8 @@ class WorkerSettings(Section):
     #: Read prefixes that a peer holds: `auto` when that is believed to be faster than computing them,
     #: `always` whenever the router names a peer, `never`.
     kv_peer_reads: Literal["auto", "always", "never"] = "auto"
+    #: Offer blocks to the cluster's stores, if there are any.
+    kv_offload: bool = True
     #: CPUs of the engine process and of the service process; empty: the supervisor decides.
     engine_cpus: CpuList = ()
     service_cpus: CpuList = ()
@@ -414,17 +430,3 @@ def _spread(group: Any, base: dict[str, Any]) -> Any:  # Any: unchecked input
     if not isinstance(given, dict):
         return kept
     return {**kept, "settings": {**base, **given, **own}}
-
-
-def _split_names(value: object) -> object:
-    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-
-
-def _check_transports(transports: tuple[TransportName, ...]) -> None:
-    if len(set(transports)) != len(transports):
-        raise ValueError(f"transports = {list(transports)}: each may be named once")
-
-
-def _check_address(host: str, advertise_host: str | None) -> None:
-    if is_wildcard(host) and advertise_host is None:
-        raise ValueError(f"host = {host!r} is no address to dial: set advertise_host")

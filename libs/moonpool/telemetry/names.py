@@ -188,6 +188,25 @@ KV_FETCH_BLOCKS = _counter(
 )
 KV_FETCH_BYTES = _counter("moonpool_kv_fetch_bytes_total", "KV of those blocks.")
 KV_PREFIX_LOCKS = _gauge("moonpool_kv_prefix_locks", "Prefixes that are locked for readers.")
+KV_OFFLOADS = _counter(
+    "moonpool_kv_offloads_total",
+    "Chains of blocks offered to stores, by what came of it: taken, held, refused, busy, failed.",
+    "outcome",
+)
+KV_OFFLOAD_BLOCKS = _counter(
+    "moonpool_kv_offload_blocks_total",
+    "Blocks that stores took on reading (taken), and blocks that left the cache before a store was "
+    "known to hold them (missed).",
+    "outcome",
+)
+KV_OFFLOAD_CHAINS = _gauge(
+    "moonpool_kv_offload_chains", "Chains that wait to be offered, or are: waiting, put.", "state"
+)
+KV_OFFLOAD_BREAKER = _gauge(
+    "moonpool_kv_offload_breaker_open",
+    "1 while a store is left alone since puts to it failed.",
+    "store",
+)
 STEP = _histogram(
     "moonpool_step_seconds",
     "Engine step, by part: forward, logits, sample, other.",

@@ -105,16 +105,6 @@ class BeginPut:
     hashes: tuple[BlockHash, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutAnswer:
-    """What a store says to an offer."""
-
-    #: Blocks that it is going to read.
-    num_wanted_blocks: int
-    #: Why it wants nothing; None: it has all of it, or wants what it lacks.
-    refusal: PutRefusal | None = None
-
-
 class PutOutcome(enum.StrEnum):
     """What came of an offer. Label of a metric."""
 
@@ -210,31 +200,35 @@ class Offloader:
                     for store in self._stores.values():
                         store.held.clear()
 
-    def on_announced(self, announced: StoreAnnounced, now: float) -> None:
-        """A store was heard on the bus."""
-        if self._live.on_announced(announced, now):
-            self._meet_stores()
+    def on_announced(self, announced: StoreAnnounced, now: float) -> bool:
+        """A store was heard on the bus; whether stores have come or gone by that."""
+        if not self._live.on_announced(announced, now):
+            return False
+        self._meet_stores()
+        return True
 
     def on_bus_changed(self, is_there: bool, now: float) -> None:
         """The bus has come or gone."""
         self._live.on_bus_changed(is_there, now)
 
-    def on_answered(self, put_id: int, answer: PutAnswer, now: float) -> PutOutcome:
-        """The store says what it wants."""
+    def on_answered(
+        self, put_id: int, *, num_wanted_blocks: int, refusal: PutRefusal | None, now: float
+    ) -> PutOutcome:
+        """The store says how many blocks it is going to read, or why it wants none."""
         put = self._puts[put_id]
         store = self._store_of(put)
         if store is not None:
             store.breaker.succeeded(now)
-        if answer.refusal is PutRefusal.TOO_MANY_PUTS:
+        if refusal is PutRefusal.TOO_MANY_PUTS:
             if store is not None:
                 store.busy_until = now + self._config.busy_s
             self._end(put_id)
             self._wait_again(put, now + self._config.busy_s, now)
             return PutOutcome.BUSY
-        if answer.refusal is not None:
+        if refusal is not None:
             self._end(put_id)
             return PutOutcome.REFUSED
-        if not answer.num_wanted_blocks:
+        if not num_wanted_blocks:
             if store is not None:
                 store.held.update(block for block in put.hashes if block in self._parents)
             self._end(put_id)

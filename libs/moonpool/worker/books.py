@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from moonpool.core.protocol import CoreFrame, HandBackReason, RefuseReason
 from moonpool.handoff.effects import FetchOutcome, RecordFetch
+from moonpool.ids import WorkerId
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.names import Metric
+from moonpool.tiering.breaker import BreakerState
+from moonpool.tiering.offloader import PutOutcome
 from moonpool.transport.base import ReadResult
 from moonpool.wire.worker import LedgerReport
 
@@ -26,6 +31,10 @@ WORKER_METRICS: tuple[Metric, ...] = (
     names.KV_FETCH_BLOCKS,
     names.KV_FETCH_BYTES,
     names.KV_PREFIX_LOCKS,
+    names.KV_OFFLOADS,
+    names.KV_OFFLOAD_BLOCKS,
+    names.KV_OFFLOAD_CHAINS,
+    names.KV_OFFLOAD_BREAKER,
     names.STEP,
     names.STEP_TOKENS,
     names.WORKER_REQUESTS,
@@ -48,6 +57,8 @@ class WorkerBooks:
     def __init__(self, metrics: Metrics, *, tier: str = "device") -> None:
         self._metrics = metrics
         self._tier = tier
+        #: Whose gauges were set.
+        self._stores: set[WorkerId] = set()
 
     @property
     def metrics(self) -> Metrics:
@@ -81,6 +92,27 @@ class WorkerBooks:
         if fetch.num_blocks:
             metrics.count(names.KV_FETCH_BLOCKS, fetch.num_blocks)
             metrics.count(names.KV_FETCH_BYTES, fetch.num_blocks * block_bytes)
+
+    def offloaded(self, outcome: PutOutcome, *, num_wanted_blocks: int) -> None:
+        """A chain was offered to a store, which is going to read so many blocks of it."""
+        self._metrics.count(names.KV_OFFLOADS, outcome=outcome.value)
+        self._metrics.count(names.KV_OFFLOAD_BLOCKS, num_wanted_blocks, outcome="taken")
+
+    def offload_missed(self, num_blocks: int) -> None:
+        """Blocks left the cache before a store was known to hold them."""
+        self._metrics.count(names.KV_OFFLOAD_BLOCKS, num_blocks, outcome="missed")
+
+    def offload(
+        self, *, num_waiting: int, num_puts: int, breakers: Mapping[WorkerId, BreakerState]
+    ) -> None:
+        """Set the gauges; a store that has gone is left alone no longer."""
+        metrics = self._metrics
+        metrics.set(names.KV_OFFLOAD_CHAINS, num_waiting, state="waiting")
+        metrics.set(names.KV_OFFLOAD_CHAINS, num_puts, state="put")
+        self._stores |= breakers.keys()
+        for store in self._stores:
+            is_open = breakers.get(store, BreakerState.CLOSED) is not BreakerState.CLOSED
+            metrics.set(names.KV_OFFLOAD_BREAKER, is_open, store=store)
 
     def refused(self, reason: RefuseReason) -> None:
         self._metrics.count(names.REFUSED_ATTEMPTS, reason=reason.value)

@@ -34,6 +34,7 @@ from moonpool.core.protocol import Command
 from moonpool.errors import ConfigError, FailedPreconditionError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.config import FetchConfig, HandoffConfig
+from moonpool.handoff.messages import SourceRef
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.hub.model_dir import ModelDir, resolve
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
@@ -57,6 +58,7 @@ from moonpool.worker.announcer import Announcer
 from moonpool.worker.books import WorkerBooks
 from moonpool.worker.compatibility import handoff_fingerprint
 from moonpool.worker.metrics_http import metrics_app
+from moonpool.worker.offload import KvOffload
 from moonpool.worker.peer_connector import PeerConnector
 from moonpool.worker.peer_scout import PeerScout
 from moonpool.worker.peers import PeerDirectory
@@ -288,12 +290,14 @@ class KvNode:
         handoff: HandoffConfig,
         fetch: FetchConfig,
         send_command: Callable[[Command], None],
+        is_offloading: bool = False,
     ) -> WorkerShell:
         """The shell between whatever takes commands, routers and peers. It does not run yet.
 
         Args:
             hello: As `enter_transports` gave it.
             send_command: To what decides about the memory's blocks; never waits.
+            is_offloading: Offer its blocks to the cluster's stores.
         """
         layout, secret = parts.memory.layout, parts.secret
         peers = PeerDirectory(
@@ -305,6 +309,17 @@ class KvNode:
                 ),
                 rpc_key=secret.rpc_key,
             )
+        )
+        namespace_seed = NamespaceSeeds(hello.namespace, secret.value)
+        offload = KvOffload(
+            source=SourceRef(key=parts.key, address=parts.address),
+            peers=peers,
+            rpc_key=secret.rpc_key,
+            books=self.books,
+            clock=self._adapters.clock,
+            namespace_seed=namespace_seed,
+            block_size=layout.block_size,
+            is_checked=self._settings.is_checked,
         )
         self._shell = WorkerShell(
             hello=hello,
@@ -323,7 +338,8 @@ class KvNode:
             books=self.books,
             failpoints=self.failpoints,
             clock=self._adapters.clock,
-            namespace_seed=NamespaceSeeds(hello.namespace, secret.value),
+            namespace_seed=namespace_seed,
+            offload=offload if is_offloading else None,
             is_checked=self._settings.is_checked,
         )
         return self._shell
@@ -351,6 +367,8 @@ class KvNode:
         )
         life.spawn(announcer.run(), name="announcer")
         life.spawn(shell.kv.run(bus, self.subjects), name="kv-events")
+        if shell.offload is not None:
+            life.spawn(shell.offload.run(bus, self.subjects), name="offload")
         return bus
 
     def scout_peers(self, life: Life, bus: Bus) -> None:

@@ -127,6 +127,7 @@ class WorkerService:
                 mode=FetchMode(config.worker.kv_peer_reads), block_bytes=layout.block_bytes
             ),
             send_command=lambda command: engines[0].send(command),
+            is_offloading=config.worker.kv_offload,
         )
         engine = self._start_engine(
             memory=parts.memory,

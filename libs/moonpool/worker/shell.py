@@ -78,6 +78,7 @@ from moonpool.worker.kv_publisher import KvPublisher
 from moonpool.worker.kv_reads import KvReads
 from moonpool.worker.layer_bell import LayerBell
 from moonpool.worker.load import Load
+from moonpool.worker.offload import KvOffload
 from moonpool.worker.peers import PeerDirectory
 from moonpool.worker.prefix_streams import PrefixStreams
 from moonpool.worker.router_sessions import RouterSessions
@@ -100,6 +101,7 @@ class WorkerShell:
         peers: Sources that this worker reads from.
         rpc_key: The cluster's, for calls to peers.
         namespace_seed: The start of a request's block hash chain, as the core has it.
+        offload: Who offers its blocks to stores; None: nobody.
         is_checked: Validate the machines after every event.
     """
 
@@ -117,6 +119,7 @@ class WorkerShell:
         failpoints: Failpoints,
         clock: Clock,
         namespace_seed: Callable[[InferenceRequest], NamespaceSeed],
+        offload: KvOffload | None = None,
         is_checked: bool = False,
     ) -> None:
         self.hello = hello
@@ -126,6 +129,8 @@ class WorkerShell:
         self.peers = peers
         self._books = books
         self._failpoints = failpoints
+        #: None: nothing is offered to stores.
+        self.offload = offload
         self._is_draining = False
         self._ledger = BlockLedger(
             num_total=memory.layout.num_blocks,
@@ -238,6 +243,8 @@ class WorkerShell:
         """Bring the books up to date with what is held now."""
         self._books.gauges(self.ledger_report(), num_queued_tokens=self._num_queued_tokens)
         self._books.kv_published(self.kv.head.count)
+        if self.offload is not None:
+            self.offload.set_gauges()
 
     def clear_cache(self) -> None:
         """Have the core forget every cached block that nobody references."""
@@ -249,6 +256,8 @@ class WorkerShell:
         """Tell routers that new work should go elsewhere, and have the core refuse it."""
         if not self._is_draining:
             self._is_draining = True
+            if self.offload is not None:
+                self.offload.stop()
             self._send_command(Drain())
             self.sessions.load_changed()
 
@@ -275,6 +284,8 @@ class WorkerShell:
         self._ledger = frame.ledger
         self._num_queued_tokens = frame.num_queued_tokens
         self.kv.take(frame.cache_events)
+        if self.offload is not None and frame.cache_events:
+            self.offload.take(frame.cache_events)
         self._book.core_frame(timed)
         self.steps.frame_received(timed)
         self.fits.frame_received(timed)
@@ -299,7 +310,7 @@ class WorkerShell:
                 message=DecodeRequest(request=request, source=SourceRef())
             ) if not self._is_draining and self._room.is_hopeless(request, self._ledger):
                 event = replace(event, has_room=False)
-        self._driver.handle(event)
+        self.handle(event)
 
     # -- from the transports --
 
@@ -314,6 +325,8 @@ class WorkerShell:
 
     def handle(self, event: HandoffEvent) -> None:
         """Give an event to the machines."""
+        if self.offload is not None:
+            self.offload.saw(event)
         self._driver.handle(event)
 
     def _perform(self, effect: HandoffEffect) -> None:
@@ -342,6 +355,8 @@ class WorkerShell:
                 self.prefix_streams.send(stream_id, holder_message)
             case EndPrefixStream(stream_id=stream_id):
                 self.prefix_streams.end(stream_id)
+                if self.offload is not None:
+                    self.offload.read_ended(stream_id)
             case RecordFetch():
                 self._record_fetch(effect)
 
