@@ -31,6 +31,8 @@ RouterMode = Literal[
 TransportName = Literal["shm", "nixl", "grpc"]
 #: moonpool.kv.eviction.EvictionName
 EvictionPolicyName = Literal["lru", "s3_fifo"]
+#: moonpool.tiering.config.DiskAdmission
+DiskAdmissionName = Literal["all", "second_hit", "budget"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 Port = Annotated[int, Field(ge=0, le=65_535)]
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
@@ -241,6 +243,24 @@ class WorkerSettings(Section):
         return self
 
 
+class TenantSettings(Section):
+    """What one tenant may count on, and at most hold, of each store's memory. The others share the rest."""
+
+    tenant: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    #: Nobody else's blocks push it below this.
+    floor_bytes: SizeBytes = Field(default=0, ge=0)
+    #: It holds at most this; None: whatever the others leave.
+    max_bytes: SizeBytes | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.max_bytes is not None and self.max_bytes < self.floor_bytes:
+            raise ValueError(
+                f"max_bytes = {self.max_bytes}: allowed is at least floor_bytes = {self.floor_bytes}"
+            )
+        return self
+
+
 class StoreSettings(Section):
     """A store node's limits; `[store]` holds the defaults of all, `[[stores]]` overrides."""
 
@@ -256,8 +276,13 @@ class StoreSettings(Section):
     ssd_bytes: SizeBytes = Field(default=4 * 2**30, ge=2**20)
     #: What may be written to the SSD in a day, since writing wears it out; 0: without a limit.
     ssd_write_bytes_per_day: SizeBytes = Field(default=256 * 2**30, ge=0)
+    #: Which blocks are written to the SSD: `all`, `second_hit` (what is seen twice), or `budget` (all while
+    #: plenty may be written, then only what is seen often).
+    ssd_admission: DiskAdmissionName = "budget"
     #: Refuse to start without the SSD, instead of serving from memory alone.
     is_ssd_strict: bool = False
+    #: Tenants that have a part of the memory of their own.
+    tenants: tuple[TenantSettings, ...] = Field(default=(), max_length=64)
     #: As a worker's: how blocks are read from workers that offer them, in order of preference.
     transports: tuple[TransportName, ...] = Field(default=("shm", "grpc"), min_length=1)
     is_transport_strict: bool = False
@@ -288,6 +313,15 @@ class StoreSettings(Section):
     def _fits_together(self) -> Self:
         _check_transports(self.transports)
         _check_address(self.host, self.advertise_host)
+        names = [one.tenant for one in self.tenants]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tenants = {names}: each may be named once")
+        floors = sum(one.floor_bytes for one in self.tenants)
+        if floors > self.host_bytes:
+            raise ValueError(
+                f"tenants: their floor_bytes are {floors} together; allowed is at most host_bytes "
+                f"= {self.host_bytes}"
+            )
         return self
 
 

@@ -1,0 +1,62 @@
+"""The store node's composition root: the only file that names concrete adapters."""
+
+from __future__ import annotations
+
+from moonpool.bus.nats import NatsBus
+from moonpool.bus.protocol import Bus
+from moonpool.clock import Clock, SystemClock
+from moonpool.config.process import KvStoreConfig
+from moonpool.rpc.channel import make_channel
+from moonpool.store.segment_log import SegmentLog
+from moonpool.transport.grpc_reader import GrpcTransport
+from moonpool.transport.nixl import NixlTransport
+from moonpool.transport.shm import ShmTransport
+from moonpool.worker.node import NodeAdapters, TransportContext
+from moonpool_kvstore.service import OpenLog, StoreAdapters, StoreService
+
+
+def build(
+    config: KvStoreConfig,
+    *,
+    bus: Bus | None = None,
+    open_log: OpenLog | None = None,
+    clock: Clock | None = None,
+) -> StoreService:
+    """The store node as a service.
+
+    Args:
+        bus, open_log, clock: In place of NATS, a log on disk and the machine's clocks.
+
+    Raises:
+        ConfigError: Failpoints that are not allowed.
+    """
+    name = f"{config.common.cluster} {config.store_id}"
+    node = NodeAdapters(
+        bus=bus or NatsBus(config.common.nats_url, name=name),
+        transports={"shm": _shm, "nixl": _nixl, "grpc": _grpc},
+        clock=clock or SystemClock(),
+    )
+    return StoreService(config, StoreAdapters(node=node, open_log=open_log or SegmentLog.open))
+
+
+def _shm(context: TransportContext) -> ShmTransport:
+    return ShmTransport(pool=context.pool, host_id=context.host_id, kernels=context.kernels)
+
+
+def _nixl(context: TransportContext) -> NixlTransport:
+    return NixlTransport(
+        pool=context.pool,
+        agent=str(context.worker),
+        kernels=context.kernels,
+        pool_fd=context.pool_fd,
+        ucx={"NET_DEVICES": "lo"} if context.is_host_only else None,
+    )
+
+
+def _grpc(context: TransportContext) -> GrpcTransport:
+    return GrpcTransport(
+        pool=context.pool,
+        kernels=context.kernels,
+        make_channel=make_channel,
+        metadata=context.metadata,
+    )

@@ -1,0 +1,249 @@
+"""StoreService: the life of a store node's process.
+
+Life
+  1. Secret and model are read (config, no weights); the arena is made and sealed; the gRPC server
+     listens, its methods answer UNAVAILABLE, health NOT_SERVING.
+  2. The SSD directory is opened and its segments are scanned: what lies there is found again. Without
+     it the node starts with memory alone and says why, or does not start (`is_ssd_strict`).
+  3. Peers may map the arena, workers may offer, routers may come: methods answer, health SERVING,
+     announced on the bus each second, with the digest of all that lies here.
+  4. Drain: announced as leaving, offers are refused, readers find nothing any more; what is being read,
+     lent or written ends.
+  5. Abort: streams end, what the disk does ends, the log is closed, the memory is freed.
+
+kill -9 at any moment loses what lies in memory only, and nothing that was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from moonpool.api.v1 import store_pb2_grpc
+from moonpool.clock import Clock
+from moonpool.config.process import KvStoreConfig
+from moonpool.config.values import format_size
+from moonpool.core.protocol import Command
+from moonpool.errors import ConfigError
+from moonpool.kv.layout import KvLayout
+from moonpool.rpc.server import RpcServer
+from moonpool.service.life import Life, ReadyFacts
+from moonpool.store.base import BlockLog, OnDropped
+from moonpool.store.log_identity import LogIdentity
+from moonpool.telemetry.metrics import Metrics
+from moonpool.tiering.store_core import StoreCore
+from moonpool.wire.store import DiskReport, StoreReport
+from moonpool.wire.worker import WorkerHello
+from moonpool.worker.books import WorkerBooks
+from moonpool.worker.node import KvNode, NodeAdapters
+from moonpool.worker.shell import WorkerShell
+from moonpool_kvstore.books import STORE_METRICS, StoreBooks
+from moonpool_kvstore.rpc_service import SERVICE_NAME, StoreServicer
+from moonpool_kvstore.settings import (
+    arena_layout,
+    core_config,
+    fetch_config,
+    handoff_config,
+    log_identity,
+    store_hello,
+)
+from moonpool_kvstore.store_engine import StoreEngine
+
+log = structlog.get_logger("moonpool.store")
+
+
+class OpenLog(Protocol):
+    """Opens the log of a directory, made if only its last part is missing."""
+
+    def __call__(
+        self, path: Path, *, identity: LogIdentity, capacity_bytes: int, on_dropped: OnDropped
+    ) -> AbstractAsyncContextManager[BlockLog]:
+        """Raises ConfigError on entry: The directory cannot be used."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAdapters:
+    """What a composition root chooses."""
+
+    node: NodeAdapters
+    open_log: OpenLog
+
+
+class StoreService:
+    """Implements service.life.Service; see the file's head."""
+
+    def __init__(self, config: KvStoreConfig, adapters: StoreAdapters) -> None:
+        """Raises ConfigError: Failpoints that are not allowed."""
+        self._config = config
+        self._open_log = adapters.open_log
+        self._clock: Clock = adapters.node.clock
+        self._node = KvNode(
+            node_id=config.store_id,
+            common=config.common,
+            settings=config.store,
+            adapters=adapters.node,
+            books=WorkerBooks(Metrics(STORE_METRICS), tier="host"),
+            set_gauges=lambda: self._books.update(self.report()),
+        )
+        self._books = StoreBooks(self.metrics)
+        self._servicer = StoreServicer(self.report)
+        self._engine: StoreEngine | None = None
+        self._disk: BlockLog | None = None
+        #: Why there is no disk although one was asked for.
+        self._problem = ""
+
+    @property
+    def name(self) -> str:
+        return self._config.store_id
+
+    @property
+    def shell(self) -> WorkerShell:
+        """After `start`."""
+        return self._node.shell
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._node.books.metrics
+
+    def render_metrics(self) -> bytes:
+        """The text that Prometheus scrapes, with gauges as of now."""
+        return self._node.render_metrics()
+
+    def report(self) -> StoreReport:
+        """What the tiers hold and have done, as of now. After `start`."""
+        assert self._engine is not None, "start() has not returned"
+        layout = self.shell.hello.regions[0].layout
+        disk, problem = None, self._problem
+        if self._disk is not None:
+            stats = self._disk.stats()
+            problem = self._disk.health().problem
+            disk = DiskReport(
+                capacity_bytes=stats.capacity_bytes,
+                file_bytes=stats.file_bytes,
+                written_bytes=stats.written_bytes,
+                read_bytes=stats.read_bytes,
+            )
+        return StoreReport(
+            store=self.shell.hello.worker,
+            block_bytes=layout.block_bytes,
+            num_total_blocks=layout.num_blocks,
+            stats=self._engine.stats(),
+            disk=disk,
+            problem=problem,
+        )
+
+    # -- Service --
+
+    async def start(self, life: Life) -> ReadyFacts:
+        config, node = self._config, self._node
+        secret, model = await node.load_model()
+        layout = arena_layout(config, model)
+        parts = await node.listen(
+            life, layout=layout, secret=secret, add_services=self._add_services
+        )
+        hello = store_hello(config, parts.key, model, layout, secret, parts.address)
+        hello = await node.enter_transports(life, parts, hello)
+        engines: list[StoreEngine] = []
+
+        def send_command(command: Command) -> None:
+            engines[0].send(command)
+
+        shell = node.make_shell(
+            parts,
+            hello,
+            handoff=handoff_config(layout),
+            fetch=fetch_config(layout),
+            send_command=send_command,
+        )
+        disk = await self._enter_disk(
+            life,
+            hello,
+            layout,
+            on_dropped=lambda hashes, reason: engines[0].on_disk_dropped(hashes, reason),
+        )
+        parts.memory.seal()
+        engine = StoreEngine(
+            core=StoreCore(
+                core_config(
+                    config, layout, record_bytes=disk.record_bytes if disk is not None else None
+                )
+            ),
+            memory=parts.memory,
+            disk=disk,
+            clock=self._clock,
+            failpoints=node.failpoints,
+            on_frame=shell.on_frame,
+            on_event=shell.handle,
+        )
+        engines.append(engine)
+        self._engine, self._disk = engine, disk
+        life.spawn(engine.run(), name="store-engine")
+        await engine.wait_running()
+        await node.serve(life, parts)
+        self._servicer.open(parts.key, engine)
+        life.stack.callback(self._servicer.close)
+        return {
+            **parts.facts,
+            "memory": format_size(layout.pool_bytes),
+            "ssd": format_size(config.store.ssd_bytes) if disk is not None else "off",
+        }
+
+    async def announce_drain(self) -> None:
+        await self._node.announce_drain()
+
+    async def drain(self) -> None:
+        await self._node.drain()
+
+    async def abort(self) -> None:
+        self._servicer.close()
+        await self._node.abort()
+
+    # -- parts --
+
+    def _add_services(self, server: RpcServer) -> None:
+        server.add(store_pb2_grpc.add_StoreServicer_to_server, self._servicer, SERVICE_NAME)
+
+    async def _enter_disk(
+        self, life: Life, hello: WorkerHello, layout: KvLayout, *, on_dropped: OnDropped
+    ) -> BlockLog | None:
+        """The log of this node's own directory, scanned; None without one.
+
+        Raises:
+            ConfigError: It cannot be used, and the node must not start without.
+        """
+        store = self._config.store
+        if store.ssd_dir is None:
+            return None
+        path = store.ssd_dir / self._config.store_id
+        try:
+            disk = await life.enter(
+                self._open_log(
+                    path,
+                    identity=log_identity(hello, layout),
+                    capacity_bytes=store.ssd_bytes,
+                    on_dropped=on_dropped,
+                )
+            )
+        except ConfigError as error:
+            if store.is_ssd_strict:
+                raise
+            self._problem = error.message
+            log.warning("store.ssd_off", why=error.message)
+            return None
+        stats = disk.stats()
+        log.info(
+            "store.ssd_open",
+            path=str(path),
+            num_blocks=stats.num_records,
+            file_bytes=stats.file_bytes,
+            capacity_bytes=stats.capacity_bytes,
+            num_torn=stats.num_torn_records,
+            num_corrupt=stats.num_corrupt_footers,
+        )
+        return disk

@@ -1,0 +1,339 @@
+"""StoreEngine: runs the StoreCore on the service's loop, where a worker has an engine process.
+
+    commands ---> StoreCore ---> frame ---> answers of puts
+                      ^            |------> the shell: replies for its machines, cache events, ledger
+                      |            '------> disk work ---> BlockLog
+                      '--- BlocksLoaded, BlocksWritten, DiskDropped ---'
+
+Rules
+  1. `send` never awaits: what comes in one turn of the loop is handled together, and one frame follows.
+  2. A put is told to the machine that reads as soon as the core has reserved blocks for it, before the
+     frame that says so; from then on it is that machine's, and ends with its FetchEnded or ReadEnded.
+     One that takes too long is aborted here.
+  3. Every piece of disk work is a task and is answered once, however it went: a disk that fails is a miss.
+  4. A store computes nothing: a router that asks for it all the same is refused.
+  5. An exception of the core is a bug: `run` raises it, and the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from moonpool.clock import Clock
+from moonpool.core.protocol import (
+    Abort,
+    Arrived,
+    BlocksArrived,
+    Command,
+    CoreFrame,
+    Decode,
+    FetchEnded,
+    FetchReserved,
+    Prefill,
+    ReadEnded,
+    Refused,
+    RefuseReason,
+    Release,
+    Reply,
+)
+from moonpool.errors import UnavailableError
+from moonpool.failpoints import Failpoints
+from moonpool.handoff.events import AttemptAborted, HandoffEvent, PeerNamed
+from moonpool.handoff.messages import PeerPrefix
+from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
+from moonpool.memory.worker_memory import WorkerMemory
+from moonpool.store.base import BlockLog, BlockRecord, BlockTarget, DropReason, ReadOutcome
+from moonpool.tiering.protocol import (
+    BlocksLoaded,
+    BlocksWritten,
+    DiskContents,
+    DiskDropped,
+    DiskWork,
+    DropBlocks,
+    LoadBlocks,
+    Pinned,
+    Put,
+    PutAnswered,
+    StoreCommand,
+    StoreFrame,
+    StoreStats,
+    WriteBlocks,
+)
+from moonpool.tiering.store_core import StoreCore
+from moonpool.wire.engine_messages import TimedFrame
+from moonpool.wire.store import PutAnswer, PutOffer
+
+log = structlog.get_logger("moonpool.store")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Put:
+    """An offer that was not refused and whose blocks have not all come."""
+
+    peer: PeerPrefix
+    deadline_s: float
+    #: Set by PutAnswered.
+    answered: asyncio.Future[PutAnswer]
+    #: From FetchReserved on.
+    timer: asyncio.TimerHandle | None = None
+
+
+class StoreEngine:
+    """Owned by one loop.
+
+    Args:
+        memory: The arena, block-major: a block is one run of it.
+        disk: None if there is none.
+        on_frame: Takes what the machines and the publisher need of each frame.
+        on_event: Takes what the machines are told beside that.
+    """
+
+    def __init__(
+        self,
+        *,
+        core: StoreCore,
+        memory: WorkerMemory,
+        disk: BlockLog | None,
+        clock: Clock,
+        failpoints: Failpoints,
+        on_frame: Callable[[TimedFrame], None],
+        on_event: Callable[[HandoffEvent], None],
+    ) -> None:
+        self._core = core
+        self._disk = disk
+        self._clock = clock
+        self._failpoints = failpoints
+        self._on_frame = on_frame
+        self._on_event = on_event
+        layout = memory.layout
+        self._block_size = layout.block_size
+        self._blocks = memory.pool.bytes.reshape(layout.num_blocks, layout.block_bytes)
+        self._leaves = memory.leaf_digests
+        self._loop = asyncio.get_running_loop()
+        self._commands: list[Command | StoreCommand] = []
+        self._is_flush_planned = False
+        self._timer: asyncio.TimerHandle | None = None
+        #: Of disk work; None while `run` does not run: then nothing is handled.
+        self._tasks: asyncio.TaskGroup | None = None
+        self._is_running = asyncio.Event()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._puts: dict[AttemptId, _Put] = {}
+        self._put_numbers = itertools.count(1)
+
+    async def run(self) -> None:
+        """Until cancelled; then what the disk does has ended. Raises what the core raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                self._is_running.set()
+                try:
+                    if self._disk is not None:
+                        found = tuple(record.block_hash for record in self._disk.contents())
+                        self.send(DiskContents(hashes=found))
+                    await asyncio.shield(self._failure)
+                finally:
+                    self._tasks = None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for put in self._puts.values():
+                if put.timer is not None:
+                    put.timer.cancel()
+                put.answered.cancel()
+
+    async def wait_running(self) -> None:
+        """Until `run` has begun."""
+        await self._is_running.wait()
+
+    def stats(self) -> StoreStats:
+        """What the core has counted, as of now."""
+        return self._core.stats(self._clock.now())
+
+    def send(self, command: Command | StoreCommand) -> None:
+        """Give the core a command; never waits. Dropped while `run` does not run."""
+        if self._tasks is None:
+            return
+        if isinstance(command, FetchEnded | ReadEnded):
+            self._forget_put(command.attempt_id)
+        self._commands.append(command)
+        if not self._is_flush_planned:
+            self._is_flush_planned = True
+            self._loop.call_soon(self._flush)
+
+    async def put(self, offer: PutOffer) -> PutAnswer:
+        """Take an offer; the answer comes before anything is read.
+
+        Raises:
+            UnavailableError: This node stops.
+        """
+        if self._tasks is None:
+            raise UnavailableError("The store is starting or stopping.", code="store_not_ready")
+        number = next(self._put_numbers)
+        attempt_id = AttemptId(RequestId(f"put-{number}"), 1)
+        put = self._puts[attempt_id] = _Put(
+            peer=PeerPrefix(
+                key=offer.source.key,
+                address=offer.source.address,
+                num_tokens=len(offer.hashes) * self._block_size,
+            ),
+            deadline_s=offer.deadline_s,
+            answered=self._loop.create_future(),
+        )
+        self.send(Put(attempt_id=attempt_id, tenant=offer.tenant, hashes=offer.hashes))
+        return await put.answered
+
+    def on_disk_dropped(self, hashes: Sequence[BlockHash], reason: DropReason) -> None:
+        """The log has dropped blocks by itself."""
+        if reason is not DropReason.RECLAIMED:
+            log.warning("store.disk_blocks_lost", num_blocks=len(hashes), why=reason.value)
+        self.send(DiskDropped(hashes=tuple(hashes)))
+
+    # -- the core --
+
+    def _flush(self) -> None:
+        """Handle what has come, or what is due, and pass the frame on."""
+        self._is_flush_planned = False
+        if self._tasks is None or self._failure.done():
+            return
+        try:
+            now = self._clock.now()
+            commands, self._commands = self._commands, []
+            refused: list[Reply] = []
+            for command in commands:
+                match command:
+                    case Prefill() | Decode():
+                        refused.append(
+                            Refused(
+                                attempt_id=command.attempt_id, reason=RefuseReason.NEVER_FITS
+                            )
+                        )
+                    case BlocksArrived() | Arrived() | Release():
+                        # Of attempts that were refused.
+                        continue
+                    case _:
+                        self._core.handle(command, now)
+            self._core.tick(now)
+            self._pass_on(self._core.take_frame(), refused)
+            self._arm()
+        except Exception as error:  # noqa: BLE001 - told once, by run()
+            self._failure.set_exception(error)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_at = self._core.next_due()
+        if due_at is not None:
+            delay_s = max(0.0, due_at - self._clock.now())
+            self._timer = self._loop.call_later(delay_s, self._flush)
+
+    def _pass_on(self, frame: StoreFrame, refused: Sequence[Reply]) -> None:
+        replies = list(refused)
+        for reply in frame.replies:
+            if isinstance(reply, PutAnswered):
+                self._on_put_answered(reply)
+                continue
+            if isinstance(reply, Pinned):
+                continue
+            if isinstance(reply, FetchReserved):
+                self._begin_reading(reply)
+            replies.append(reply)
+        self._on_frame(
+            TimedFrame(
+                frame=CoreFrame(
+                    step=0,
+                    replies=tuple(replies),
+                    ledger=frame.ledger,
+                    cache_events=frame.cache_events,
+                )
+            )
+        )
+        for work in frame.disk_work:
+            self._begin_disk_work(work)
+
+    # -- puts --
+
+    def _on_put_answered(self, reply: PutAnswered) -> None:
+        put = self._puts[reply.attempt_id]
+        if not put.answered.done():
+            put.answered.set_result(
+                PutAnswer(num_wanted_blocks=reply.num_wanted_blocks, refusal=reply.refusal)
+            )
+        if not reply.num_wanted_blocks:
+            del self._puts[reply.attempt_id]
+
+    def _begin_reading(self, reply: FetchReserved) -> None:
+        put = self._puts[reply.attempt_id]
+        put.timer = self._loop.call_later(put.deadline_s, self._give_up_put, reply.attempt_id)
+        self._on_event(PeerNamed(attempt_id=reply.attempt_id, peer=put.peer))
+
+    def _give_up_put(self, attempt_id: AttemptId) -> None:
+        log.info("store.put_late", attempt=str(attempt_id))
+        self.send(Abort(attempt_id=attempt_id))
+        self._on_event(AttemptAborted(attempt_id=attempt_id))
+
+    def _forget_put(self, attempt_id: AttemptId) -> None:
+        put = self._puts.pop(attempt_id, None)
+        if put is not None and put.timer is not None:
+            put.timer.cancel()
+
+    # -- the disk --
+
+    def _begin_disk_work(self, work: DiskWork) -> None:
+        assert self._tasks is not None, "run() has not begun, or has ended"
+        match work:
+            case LoadBlocks():
+                self._tasks.create_task(self._load(work))
+            case WriteBlocks():
+                self._tasks.create_task(self._write(work))
+            case DropBlocks():
+                self._tasks.create_task(self._drop(work))
+
+    async def _load(self, work: LoadBlocks) -> None:
+        assert self._disk is not None
+        fault, _, argument = (self._failpoints.hit("store.load") or "").partition(":")
+        if fault == "delay":
+            await asyncio.sleep(int(argument) / 1_000)
+        outcomes = await self._disk.read(
+            [
+                BlockTarget(
+                    block_hash=block_hash,
+                    payload=self._blocks[block_id],
+                    leaves=self._leaves[block_id],
+                )
+                for block_hash, block_id in work.blocks
+            ]
+        )
+        num_blocks = next(
+            (index for index, outcome in enumerate(outcomes) if outcome is not ReadOutcome.OK),
+            len(outcomes),
+        )
+        bad = tuple(
+            block_hash
+            for (block_hash, _), outcome in zip(work.blocks, outcomes, strict=True)
+            if outcome in (ReadOutcome.ABSENT, ReadOutcome.CORRUPT)
+        )
+        self.send(BlocksLoaded(load_id=work.load_id, num_blocks=num_blocks, bad_hashes=bad))
+
+    async def _write(self, work: WriteBlocks) -> None:
+        assert self._disk is not None
+        self._failpoints.hit("store.before_write")
+        result = await self._disk.write(
+            [self._record(block_hash, block_id) for block_hash, block_id in work.blocks]
+        )
+        self._failpoints.hit("store.after_write")
+        self.send(BlocksWritten(write_id=work.write_id, hashes=result.kept))
+
+    def _record(self, block_hash: BlockHash, block_id: BlockId) -> BlockRecord:
+        return BlockRecord(
+            block_hash=block_hash, payload=self._blocks[block_id], leaves=self._leaves[block_id]
+        )
+
+    async def _drop(self, work: DropBlocks) -> None:
+        assert self._disk is not None
+        await self._disk.drop(work.hashes)
