@@ -70,7 +70,7 @@ class ReadOutcome(enum.StrEnum):
 
     #: The target holds the block, and every leaf was checked on it.
     OK = "ok"
-    #: It is not there, or was dropped while it was read.
+    #: It is not there.
     ABSENT = "absent"
     #: It does not read as it was written; it is dropped, and `on_dropped` was told.
     CORRUPT = "corrupt"
@@ -191,7 +191,8 @@ class BlockLog(Protocol):
     async def drop(self, hashes: Sequence[BlockHash]) -> int:
         """Forget blocks, also for after a restart as far as the disk allows; how many were there.
 
-        They are out of reach at once when this is called, and a write of them that runs loses.
+        They are out of reach before anything is awaited; a write of them that runs loses, a read of
+        them that runs may still end well.
         """
         ...
 

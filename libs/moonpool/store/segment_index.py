@@ -1,0 +1,148 @@
+"""SegmentIndex: which block lies where, and which segment goes when room is needed. Pure.
+
+Every slot of a segment that was ever given out is in one of two states: live (the index finds its
+block) or dead (dropped, moved, damaged, or its write failed). Dead slots are never used again: their
+room comes back with the segment.
+
+The victim is a segment of which at least half is dead, the deadest first; if there is none, the oldest.
+So the log is first in, first out, and what deserves a second life is written again (KeepHot).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+from moonpool.ids import BlockHash
+
+
+class Place(NamedTuple):
+    """Where a record lies. Places ascend in the order of writing."""
+
+    segment: int
+    slot: int
+    #: BlockRecord.tag.
+    tag: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """What the slots of one file hold."""
+
+    number: int
+    #: By slot: the block that is live there, or None. As long as slots were given out.
+    hashes: list[BlockHash | None] = field(default_factory=list)
+    num_live: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.hashes)
+
+    def live_hashes(self) -> list[BlockHash]:
+        """In order of writing."""
+        return [block_hash for block_hash in self.hashes if block_hash is not None]
+
+
+class SegmentIndex:
+    """All segments of a log. Arguments that make no sense raise KeyError or IndexError."""
+
+    def __init__(self) -> None:
+        #: In order of number, which is their age.
+        self._segments: dict[int, Segment] = {}
+        self._place_by_hash: dict[BlockHash, Place] = {}
+        self._num_slots = 0
+
+    def __len__(self) -> int:
+        """Number of blocks that can be found."""
+        return len(self._place_by_hash)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
+
+    @property
+    def num_slots(self) -> int:
+        """Given out in all segments, live or dead."""
+        return self._num_slots
+
+    def place(self, block_hash: BlockHash) -> Place | None:
+        return self._place_by_hash.get(block_hash)
+
+    def segment(self, number: int) -> Segment | None:
+        return self._segments.get(number)
+
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(self._segments.values())
+
+    def add_segment(self, number: int, num_slots: int = 0) -> Segment:
+        """A new segment, younger than all others, of which `num_slots` are given out and dead."""
+        assert not self._segments or number > next(reversed(self._segments)), number
+        segment = Segment(number=number, hashes=[None] * num_slots)
+        self._segments[number] = segment
+        self._num_slots += num_slots
+        return segment
+
+    def give_out(self, number: int, num_slots: int) -> int:
+        """Take the segment's next slots, dead until `put`; the first of them."""
+        segment = self._segments[number]
+        first = segment.num_slots
+        segment.hashes.extend([None] * num_slots)
+        self._num_slots += num_slots
+        return first
+
+    def put(self, block_hash: BlockHash, place: Place) -> None:
+        """The block is live at `place`, and nowhere else any more."""
+        segment = self._segments[place.segment]
+        assert segment.hashes[place.slot] is None, place
+        self.remove(block_hash)
+        segment.hashes[place.slot] = block_hash
+        segment.num_live += 1
+        self._place_by_hash[block_hash] = place
+
+    def remove(self, block_hash: BlockHash) -> Place | None:
+        """Where the block was, or None."""
+        place = self._place_by_hash.pop(block_hash, None)
+        if place is not None:
+            segment = self._segments[place.segment]
+            segment.hashes[place.slot] = None
+            segment.num_live -= 1
+        return place
+
+    def remove_segment(self, number: int) -> list[BlockHash]:
+        """The blocks that are gone with it, in order of writing."""
+        segment = self._segments.pop(number)
+        self._num_slots -= segment.num_slots
+        gone = segment.live_hashes()
+        for block_hash in gone:
+            del self._place_by_hash[block_hash]
+        return gone
+
+    def victim(self, *, keep: int | None) -> Segment | None:
+        """Whose room to take next, never that of segment `keep`; None if there is no other."""
+        candidates = [segment for segment in self._segments.values() if segment.number != keep]
+        if not candidates:
+            return None
+        dead = [segment for segment in candidates if 2 * segment.num_live <= segment.num_slots]
+        if dead:
+            return min(dead, key=lambda segment: segment.num_live / max(1, segment.num_slots))
+        return candidates[0]
+
+    def contents(self) -> list[tuple[BlockHash, Place]]:
+        """All blocks, in order of writing."""
+        return sorted(self._place_by_hash.items(), key=itemgetter(1))
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        numbers = list(self._segments)
+        assert numbers == sorted(numbers), numbers
+        places: dict[BlockHash, tuple[int, int]] = {}
+        for number, segment in self._segments.items():
+            assert segment.number == number, (segment.number, number)
+            assert segment.num_live == len(segment.live_hashes()), number
+            for slot, block_hash in enumerate(segment.hashes):
+                if block_hash is not None:
+                    assert block_hash not in places, block_hash.hex()
+                    places[block_hash] = (number, slot)
+        assert places == {key: place[:2] for key, place in self._place_by_hash.items()}
+        assert self._num_slots == sum(segment.num_slots for segment in self._segments.values())

@@ -1,0 +1,328 @@
+"""SegmentLog: the BlockLog over append-only segment files. See base.py for what it promises.
+
+Life of a log
+1. `open` locks the directory, scans the footers of all segments, and knows what is there. Records that
+   a crash cut, damaged footers and unreadable segments are left out and counted.
+2. Writes take turns and append to one open segment (segment_writer); reads run beside them, as many at
+   a time as there are threads.
+3. A record that does not read as it was written is dropped, marked on disk, told and counted.
+4. `close` waits for what runs, syncs, and unlocks. A process that dies instead loses no record that
+   `write` has told of.
+
+What it does not do: choose which blocks deserve the disk or how many bytes a day it may take (the
+caller sees `written_bytes`), keep blocks in memory, or retry a read. What was read lately the kernel's
+page cache may still have: that is free memory, and goes when somebody needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from moonpool.clock import Clock
+from moonpool.ids import BlockHash
+from moonpool.native import Kernels
+from moonpool.store.base import (
+    BlockRecord,
+    BlockTarget,
+    DropReason,
+    KeepHot,
+    LogHealth,
+    LogStats,
+    OnDropped,
+    ReadOutcome,
+    StoredRecord,
+    WriteResult,
+)
+from moonpool.store.disk_errors import explain, lacks_descriptor
+from moonpool.store.io_threads import IoThreads
+from moonpool.store.log_books import LogBooks
+from moonpool.store.log_directory import LogDirectory, unusable
+from moonpool.store.log_identity import LogIdentity
+from moonpool.store.log_sizes import LogSizes
+from moonpool.store.rare_log import RareLog
+from moonpool.store.record_io import RecordIo, RecordRead
+from moonpool.store.segment_files import SegmentFiles, segment_number
+from moonpool.store.segment_format import RecordFormat
+from moonpool.store.segment_index import Place
+from moonpool.store.segment_scan import ScannedSegment, scan_segment
+from moonpool.store.segment_table import Handle, SegmentTable
+from moonpool.store.segment_writer import SegmentWriter
+
+_LOST = "they were dropped while they were written, or are more than the capacity"
+_DROP_REASONS = {
+    ReadOutcome.CORRUPT: DropReason.CORRUPT,
+    ReadOutcome.FAILED: DropReason.FAILED,
+}
+
+
+class SegmentLog:
+    """Made by `open`. One loop; reads, writes and drops may overlap."""
+
+    def __init__(
+        self,
+        *,
+        directory: LogDirectory,
+        threads: IoThreads,
+        io: RecordIo,
+        table: SegmentTable,
+        writer: SegmentWriter,
+        books: LogBooks,
+        rare_log: RareLog,
+        clock: Clock,
+        on_dropped: OnDropped,
+    ) -> None:
+        self._directory = directory
+        self._threads = threads
+        self._io = io
+        self._table = table
+        self._writer = writer
+        self._books = books
+        self._log = rare_log
+        self._clock = clock
+        self._on_dropped = on_dropped
+        self._turn = asyncio.Lock()
+        self._is_closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path,
+        *,
+        identity: LogIdentity,
+        capacity_bytes: int,
+        kernels: Kernels,
+        clock: Clock,
+        on_dropped: OnDropped,
+        keep_hot: KeepHot | None = None,
+        num_threads: int = 4,
+        wrap_files: Callable[[SegmentFiles], SegmentFiles] | None = None,
+    ) -> SegmentLog:
+        """Open the log of a directory, which is made if it is missing, and find what is in it.
+
+        Args:
+            path: For this node alone; its parent exists.
+            capacity_bytes: All files in it together stay below.
+            keep_hot: Without one, a reclaimed segment's blocks are all dropped.
+            num_threads: IO that may run at a time.
+            wrap_files: Puts something between the log and the file system, such as faults.
+
+        Raises:
+            ConfigError: The directory cannot be used (code `ssd_unusable`), or the capacity is below
+                four blocks (`ssd_too_small`). The message says what to do.
+        """
+        sizes = LogSizes.of(capacity_bytes, RecordFormat.of(identity).slot_bytes)
+        threads = IoThreads(num_threads)
+        opened: list[LogDirectory] = []
+        scanned: list[ScannedSegment] = []
+        try:
+            await threads.run(lambda: opened.append(LogDirectory.open(path, identity)))
+            directory = opened[0]
+            files = directory.files if wrap_files is None else wrap_files(directory.files)
+            io = RecordIo(files, identity, kernels)
+            books, rare_log = LogBooks(), RareLog(clock, "moonpool.store")
+            try:
+                names = await threads.run(files.names)
+                foreign = await threads.run(directory.foreign_segments)
+                scan = partial(_scan, files, io.format, scanned)
+                errors = await threads.run_all([partial(scan, name) for name in names])
+            except OSError as error:
+                raise unusable(path, explain(error)) from error
+            table = SegmentTable(io, threads, books, rare_log)
+            for error in filter(None, errors):
+                books.num_read_errors += 1
+                rare_log.warning("disk_segment_unreadable", problem=explain(error))
+            for segment in sorted(scanned, key=lambda segment: segment.number):
+                table.adopt(segment)
+                books.num_corrupt_footers += segment.num_corrupt
+                books.num_torn_records += segment.num_torn
+            scanned.clear()
+            for found in table.index.segments():
+                table.retire_if_empty(found.number)
+            writer = SegmentWriter(
+                sizes=sizes,
+                table=table,
+                io=io,
+                threads=threads,
+                directory=directory,
+                foreign=foreign,
+                next_number=max(map(segment_number, names), default=0) + 1,
+                books=books,
+                rare_log=rare_log,
+                clock=clock,
+                on_dropped=on_dropped,
+                keep_hot=keep_hot,
+            )
+        except BaseException:
+            for segment in scanned:
+                with suppress(OSError):
+                    files.close(segment.fd)
+            for directory in opened:
+                directory.close()
+            threads.close()
+            raise
+        log = cls(
+            directory=directory,
+            threads=threads,
+            io=io,
+            table=table,
+            writer=writer,
+            books=books,
+            rare_log=rare_log,
+            clock=clock,
+            on_dropped=on_dropped,
+        )
+        try:
+            await writer.fit()
+        except BaseException:
+            await log.close()
+            raise
+        return log
+
+    @property
+    def record_bytes(self) -> int:
+        return self._io.format.slot_bytes
+
+    def contents(self) -> tuple[StoredRecord, ...]:
+        return tuple(
+            StoredRecord(block_hash=block_hash, tag=place.tag)
+            for block_hash, place in self._table.index.contents()
+        )
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return self._table.index.place(block_hash) is not None
+
+    async def write(self, records: Sequence[BlockRecord]) -> WriteResult:
+        assert not self._is_closed
+        for record in records:
+            self._io.format.check_arrays(record.payload, record.leaves)
+        hashes = [record.block_hash for record in records]
+        with self._writer.wanting(hashes) as wanted:
+            async with self._turn:
+                problem = await self._writer.write(records, wanted)
+        kept = tuple(block_hash for block_hash in hashes if self.has(block_hash))
+        if len(kept) < len(hashes):
+            return WriteResult(kept=kept, problem=problem or _LOST)
+        return WriteResult(kept=kept)
+
+    async def read(self, targets: Sequence[BlockTarget]) -> tuple[ReadOutcome, ...]:
+        assert not self._is_closed
+        for target in targets:
+            self._io.format.check_arrays(target.payload, target.leaves)
+        places = [self._table.index.place(target.block_hash) for target in targets]
+        held: list[tuple[BlockTarget, Place, Handle]] = [
+            (target, place, self._table.hold(place.segment))
+            for target, place in zip(targets, places, strict=True)
+            if place is not None
+        ]
+        try:
+            reads = await self._threads.run_all(
+                [
+                    partial(self._io.read, handle.fd, target, place.segment, place.slot)
+                    for target, place, handle in held
+                ]
+            )
+        finally:
+            for _, _, handle in held:
+                self._table.release(handle)
+        self._books.num_reads += len(reads)
+        self._books.read_bytes += len(reads) * self.record_bytes
+        for (_, place, _), read in zip(held, reads, strict=True):
+            if read.outcome is not ReadOutcome.OK:
+                self._on_bad_read(read, place)
+        told = iter(reads)
+        return tuple(
+            ReadOutcome.ABSENT if place is None else next(told).outcome for place in places
+        )
+
+    async def drop(self, hashes: Sequence[BlockHash]) -> int:
+        assert not self._is_closed
+        self._writer.forget(hashes)
+        removed = [self._table.index.remove(block_hash) for block_hash in hashes]
+        places = [place for place in removed if place is not None]
+        running = self._table.bury(places)
+        if running:
+            await asyncio.wait(running)
+        return len(places)
+
+    async def clear(self) -> int:
+        assert not self._is_closed
+        self._writer.forget(None)
+        index = self._table.index
+        hashes = [block_hash for block_hash, _ in index.contents()]
+        for block_hash in hashes:
+            index.remove(block_hash)
+        async with self._turn:
+            running = self._writer.clear()
+        if running:
+            await asyncio.wait(running)
+        return len(hashes)
+
+    def health(self) -> LogHealth:
+        return self._writer.pause.health(self._clock.now())
+
+    def stats(self) -> LogStats:
+        index, sizes = self._table.index, self._writer.sizes
+        return LogStats(
+            num_records=len(index),
+            num_segments=index.num_segments,
+            live_bytes=len(index) * sizes.slot_bytes,
+            file_bytes=index.num_slots * sizes.slot_bytes,
+            foreign_bytes=self._writer.foreign_bytes,
+            capacity_bytes=sizes.capacity_bytes,
+            **asdict(self._books),
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+        async with self._turn:
+            await self._writer.seal()
+        await self._threads.settle()
+        await self._table.close()
+        self._threads.close()
+        self._directory.close()
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant is broken; while no call runs."""
+        self._table.validate()
+        stats = self.stats()
+        assert stats.live_bytes <= stats.file_bytes, stats
+        assert stats.file_bytes + stats.foreign_bytes <= stats.capacity_bytes, stats
+
+    def _on_bad_read(self, read: RecordRead, place: Place) -> None:
+        """Drop what did not read as it was written, unless somebody was faster."""
+        if read.outcome is ReadOutcome.CORRUPT:
+            self._books.num_corrupt_records += 1
+        else:
+            self._books.num_read_errors += 1
+        if self._table.index.place(read.block_hash) != place:
+            return
+        self._writer.forget([read.block_hash])
+        self._table.index.remove(read.block_hash)
+        self._table.bury([place])
+        problem = "its digests do not match" if read.error is None else explain(read.error)
+        self._log.warning("disk_record_dropped", outcome=read.outcome.value, problem=problem)
+        self._on_dropped([read.block_hash], _DROP_REASONS[read.outcome])
+
+
+def _scan(
+    files: SegmentFiles, record_format: RecordFormat, scanned: list[ScannedSegment], name: str
+) -> OSError | None:
+    """Scan one segment into `scanned`; one that cannot be read is removed, and the error returned.
+
+    Raises:
+        OSError: This process may open no more files.
+    """
+    try:
+        scanned.append(scan_segment(files, name, segment_number(name), record_format))
+    except OSError as error:
+        if lacks_descriptor(error):
+            raise
+        with suppress(OSError):
+            files.unlink(name)
+        return error
+    return None
