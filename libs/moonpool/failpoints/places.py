@@ -34,9 +34,6 @@ ACTIONS_BY_PLACE = {
     "transport.read": ("flip", "drop"),
     "fetch.read": ("flip", "drop", "delay", "limit"),
     "hold.before_opened": ("delay",),
-    "store.load": "store: blocks are about to be read from the disk; delay:MS holds that back",
-    "store.before_write": "store: blocks are about to be written to the disk",
-    "store.after_write": "store: blocks lie on the disk, nobody has been told",
     "store.load": ("delay",),
     "kv.publish": ("drop",),
 }
