@@ -37,7 +37,7 @@ class NatsServer:
 
     def reserve_port(self) -> str:
         """The URL that a later `start` will listen on: for a client that comes first."""
-        self._port = _free_port()
+        self._port = free_port()
         return self.url
 
     def start(self) -> str:
@@ -57,7 +57,7 @@ class NatsServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         self._port = self._read_port(ports_dir)
         return self.url
@@ -85,7 +85,7 @@ class NatsServer:
         raise AssertionError("nats-server does not listen")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the ports that the system gives to clients: nobody takes it while the broker is away."""
     rng = random.SystemRandom()
     while True:
@@ -106,7 +106,8 @@ def nats_server(run_dir: Path) -> Iterator[NatsServer]:
         server.kill()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For a child before it runs: it ends when this process does."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == 1:
         os._exit(1)

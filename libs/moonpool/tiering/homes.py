@@ -45,6 +45,12 @@ def home_of(weights: Mapping[WorkerId, float], key: BlockHash) -> WorkerId | Non
     return max(weights, key=lambda node: (_score(node, weights[node], key), node), default=None)
 
 
+def homes_of(weights: Mapping[WorkerId, float], key: BlockHash, num_homes: int) -> tuple[WorkerId, ...]:
+    """The first so many nodes for this key, `home_of` first: each is home if those before it are gone."""
+    ranked = sorted(weights, key=lambda node: (_score(node, weights[node], key), node), reverse=True)
+    return tuple(ranked[:num_homes])
+
+
 def ramp_weight(age_s: float, ramp_s: float) -> float:
     """The weight of a node that joined `age_s` ago: grows to 1 within `ramp_s`."""
     if age_s >= ramp_s:

@@ -24,6 +24,9 @@ from dataclasses import dataclass
 
 from moonpool.ids import BlockHash
 
+#: Less is nothing.
+_COLD_BYTES_PER_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
@@ -60,6 +63,17 @@ class HotChain:
     #: All copies, the first one included; at least 2.
     num_copies: int
     #: Of all copies.
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChain:
+    """A chain that this node lends."""
+
+    home_hash: BlockHash
+    #: As in HotChain.
+    hashes: tuple[BlockHash, ...]
+    #: Of this node's copy.
     bytes_per_s: float
 
 
@@ -119,15 +133,14 @@ class ReplicaPlanner:
                 )
         return tuple(sorted(hot, key=lambda chain: (-chain.bytes_per_s, chain.home_hash)))
 
-    def rates(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
-        """(home hash, bytes per second) of this node's reads that others should know, hottest first."""
-        least = self._config.told_share * self._config.bytes_per_s_of_a_copy
-        rates = [
-            (home_hash, rate)
+    def reads(self, now: float) -> tuple[ReadChain, ...]:
+        """What this node lends, the hottest first; of what is long ago nothing is left."""
+        reads = [
+            ReadChain(home_hash=home_hash, hashes=chain.hashes, bytes_per_s=rate)
             for home_hash, chain in self._chains.items()
-            if (rate := self._rate(chain, now)) > least
+            if (rate := self._rate(chain, now)) >= _COLD_BYTES_PER_S
         ]
-        return tuple(sorted(rates, key=lambda pair: (-pair[1], pair[0])))
+        return tuple(sorted(reads, key=lambda chain: (-chain.bytes_per_s, chain.home_hash)))
 
     def validate(self) -> None:
         """Check every invariant; raises AssertionError."""
