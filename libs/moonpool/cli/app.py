@@ -485,15 +485,23 @@ def doctor(
     file: ConfigFile = None,
     model: Annotated[str | None, typer.Option(help="Check this model's files.")] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Hash the model's files too.")] = False,
+    ssd: Annotated[
+        Path | None, typer.Option(help="Check this directory as what stores write to.")
+    ] = None,
+    ssd_size: Annotated[str | None, typer.Option(help="What each store may take of it.")] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> int:
     """Check this machine and say how to mend it."""
     from moonpool.cli.doctor import run_doctor
 
-    return run_doctor(
-        file=file, flags={"model": model, "data_dir": data_dir}, is_deep=deep, is_json=as_json
-    )
+    flags = {
+        "model": model,
+        "data_dir": data_dir,
+        "store.ssd_dir": ssd,
+        "store.ssd_bytes": ssd_size,
+    }
+    return run_doctor(file=file, flags=flags, is_deep=deep, is_json=as_json)
 
 
 @app.command()

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moonpool.cli.ports import holder_of, why_not_bindable
+from moonpool.cli.ssd_probe import own_directory_problem, probe_ssd
 from moonpool.cli.version import installed_version
 from moonpool.cluster.nats_server import nats_server_path
 from moonpool.cluster.run_file import running_clusters
-from moonpool.config.schema import ClusterConfig
+from moonpool.config.schema import ClusterConfig, StoreGroup
 from moonpool.config.secret import FILE_NAME, load_or_create_secret
 from moonpool.config.values import format_size
 from moonpool.errors import ConfigError, ModelError, MoonpoolError
@@ -43,6 +44,9 @@ _MIN_NATS = (2, 10)
 _PULL_BYTES = 1 << 30
 _PROCESS_BYTES = 300 * 2**20
 _MIN_FREE_BYTES = 256 * 2**20
+#: Below them a store's SSD is hardly worth its while: computing a block is about as fast.
+_MIN_SSD_READ_BYTES_PER_S = 200e6
+_MIN_SSD_WRITE_BYTES_PER_S = 50e6
 
 _TORCH_PROGRAM = """
 import json, torch
@@ -316,6 +320,58 @@ def check_disk(task: Task) -> Iterator[Finding]:
         yield _ok("disk", f"{_rounded(free)} free in {existing}")
 
 
+def check_ssd(task: Task) -> Iterator[Finding]:
+    """The directories of stores, and the one that is named for stores to come."""
+    config = task.config
+    groups = config.stores or (StoreGroup(settings=config.store),)
+    if config.stores and all(group.settings.ssd_dir is None for group in config.stores):
+        yield _info("ssd", "stores keep KV in memory only; on a disk too: --ssd DIR --ssd-size 4GiB")
+    for group in groups:
+        if group.settings.ssd_dir is not None:
+            yield from _check_ssd_of(group)
+
+
+def _check_ssd_of(group: StoreGroup) -> Iterator[Finding]:
+    store, directory = group.settings, group.settings.ssd_dir
+    assert directory is not None
+    # A store that may do without its disk starts all the same.
+    unusable = _error if store.is_ssd_strict else _warning
+    without = "it does not start" if store.is_ssd_strict else "memory only"
+    probe = probe_ssd(directory)
+    if probe.problem:
+        yield unusable(
+            "ssd", f"{directory}: {probe.problem}; {group.name}: {without}", fix=probe.fix
+        )
+        return
+    own = [directory / f"{group.name}-{index}" for index in range(group.count)]
+    problems = [problem for problem in map(own_directory_problem, own) if problem]
+    for problem in problems:
+        yield unusable("ssd", f"{problem}; {group.name}: {without}", fix=f"chmod 700 {own[0]}")
+    if problems:
+        return
+    held = sum(file.stat().st_size for path in own for file in path.glob("*/*") if file.is_file())
+    wanted = group.count * store.ssd_bytes
+    if probe.free_bytes + held < wanted:
+        yield _warning(
+            "ssd",
+            f"{_rounded(probe.free_bytes)} free in {directory}, {_rounded(wanted)} asked for: stores "
+            "write until it is full",
+            fix=f"moonpool up --ssd-size {_rounded(probe.free_bytes // 2 // group.count)}",
+        )
+    is_slow = (
+        probe.read_bytes_per_s < _MIN_SSD_READ_BYTES_PER_S
+        or probe.write_bytes_per_s < _MIN_SSD_WRITE_BYTES_PER_S
+    )
+    speed = (
+        f"writes {probe.write_bytes_per_s / 1e6:,.0f} MB/s, reads "
+        f"{probe.read_bytes_per_s / 1e6:,.0f} MB/s"
+    )
+    if is_slow:
+        yield _warning("ssd", f"{directory} {speed}: computing may be as fast as loading")
+    else:
+        yield _ok("ssd", f"{directory} {speed}, {_rounded(probe.free_bytes)} free")
+
+
 def check_secret(task: Task) -> Iterator[Finding]:
     path = task.config.data_dir / FILE_NAME
     if not path.exists():
@@ -398,11 +454,14 @@ def _check_text(model: ModelDir) -> Iterator[Finding]:
 
 
 def _check_memory(config: ClusterConfig, weight_bytes: int) -> Iterator[Finding]:
-    """Weights once per engine, each pool once: it is shared by a worker's processes and its peers."""
+    """Weights once per engine; each pool and store once: processes and peers share it."""
     needed = 0
     for group in config.workers:
         pool = group.settings.kv_cache_memory_bytes if group.settings.num_blocks is None else 0
         needed += group.count * (weight_bytes + pool + 2 * _PROCESS_BYTES)
+    needed += sum(
+        group.count * (group.settings.host_bytes + _PROCESS_BYTES) for group in config.stores
+    )
     available = available_bytes()
     text = (
         f"about {_rounded(needed)} needed for weights and KV pools, {_rounded(available)} available"
@@ -431,6 +490,7 @@ CHECKS: tuple[Check, ...] = (
     check_ports,
     check_limits,
     check_disk,
+    check_ssd,
     check_secret,
     check_model,
 )

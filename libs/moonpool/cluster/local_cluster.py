@@ -48,9 +48,11 @@ from moonpool.failpoints import forget_claims
 from moonpool.ids import WorkerId
 from moonpool.rpc.admin import fetch_ledger, fetch_status, fetch_steps
 from moonpool.rpc.cache import fetch_cache_stats
+from moonpool.rpc.store import fetch_store_report
 from moonpool.wire.admin import RouterSnapshot
 from moonpool.wire.cache_stats import CacheStats
 from moonpool.wire.steps import StepRecord
+from moonpool.wire.store import StoreReport
 from moonpool.wire.worker import LedgerReport
 
 ROUTER = "router"
@@ -269,6 +271,11 @@ class LocalCluster:
         """The last steps of a worker's engine, those after number `after_step`."""
         address = str(self._parts[worker_id].fact("grpc_address"))
         return await fetch_steps(address, after_step=after_step, key=self._key, deadline_s=5.0)
+
+    async def store_report(self, store_id: str) -> StoreReport:
+        """What a store says of its tiers."""
+        address = str(self._parts[store_id].fact("grpc_address"))
+        return await fetch_store_report(address, key=self._key, deadline_s=5.0)
 
     async def wait_quiet(self, *, timeout_s: float = 10.0) -> None:
         """Return when no worker and no store holds anything for anyone.

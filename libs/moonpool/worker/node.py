@@ -344,8 +344,14 @@ class KvNode:
         )
         return self._shell
 
-    async def serve(self, life: Life, parts: NodeParts) -> Bus:
-        """Run the shell, answer, and announce. Once the memory is sealed. Returns the bus."""
+    async def serve(
+        self, life: Life, parts: NodeParts, *, open_services: Callable[[], None] = lambda: None
+    ) -> Bus:
+        """Run the shell, answer, and announce. Once the memory is sealed. Returns the bus.
+
+        Args:
+            open_services: Has what was added by `listen` answer as well.
+        """
         assert self._server is not None
         shell = self.shell
         fd_server = FdServer(socket_name(parts.key), {POOL_NAME: parts.memory.pool.fd})
@@ -355,6 +361,7 @@ class KvNode:
         await shell.wait_running()
         self._servicer.open(shell)
         life.stack.callback(self._servicer.close)
+        open_services()
         await self._server.set_serving(True)
         bus = await life.enter(self._adapters.bus)
         bus.on_connection(self.books.bus_connection)

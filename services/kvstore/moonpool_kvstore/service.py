@@ -16,8 +16,7 @@ kill -9 at any moment loses what lies in memory only, and nothing that was writt
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,13 +26,14 @@ import structlog
 from moonpool.api.v1 import store_pb2_grpc
 from moonpool.clock import Clock
 from moonpool.config.process import KvStoreConfig
-from moonpool.config.values import format_size
 from moonpool.core.protocol import Command
 from moonpool.errors import ConfigError
+from moonpool.ids import BlockHash
 from moonpool.kv.layout import KvLayout
+from moonpool.native import Kernels, kernels
 from moonpool.rpc.server import RpcServer
 from moonpool.service.life import Life, ReadyFacts
-from moonpool.store.base import BlockLog, OnDropped
+from moonpool.store.base import BlockLog, DropReason, OnDropped
 from moonpool.store.log_identity import LogIdentity
 from moonpool.telemetry.metrics import Metrics
 from moonpool.tiering.store_core import StoreCore
@@ -58,12 +58,19 @@ log = structlog.get_logger("moonpool.store")
 
 
 class OpenLog(Protocol):
-    """Opens the log of a directory, made if only its last part is missing."""
+    """Opens the log of a directory, which is made if only its last part is missing."""
 
-    def __call__(
-        self, path: Path, *, identity: LogIdentity, capacity_bytes: int, on_dropped: OnDropped
-    ) -> AbstractAsyncContextManager[BlockLog]:
-        """Raises ConfigError on entry: The directory cannot be used."""
+    async def __call__(
+        self,
+        path: Path,
+        *,
+        identity: LogIdentity,
+        capacity_bytes: int,
+        kernels: Kernels,
+        clock: Clock,
+        on_dropped: OnDropped,
+    ) -> BlockLog:
+        """Raises ConfigError: The directory cannot be used."""
         ...
 
 
@@ -89,7 +96,7 @@ class StoreService:
             settings=config.store,
             adapters=adapters.node,
             books=WorkerBooks(Metrics(STORE_METRICS), tier="host"),
-            set_gauges=lambda: self._books.update(self.report()),
+            set_gauges=self._set_gauges,
         )
         self._books = StoreBooks(self.metrics)
         self._servicer = StoreServicer(self.report)
@@ -154,6 +161,11 @@ class StoreService:
         def send_command(command: Command) -> None:
             engines[0].send(command)
 
+        def on_dropped(hashes: Sequence[BlockHash], reason: DropReason) -> None:
+            # What goes while the log is opened was never told to be there.
+            for engine in engines:
+                engine.on_disk_dropped(hashes, reason)
+
         shell = node.make_shell(
             parts,
             hello,
@@ -161,12 +173,7 @@ class StoreService:
             fetch=fetch_config(layout),
             send_command=send_command,
         )
-        disk = await self._enter_disk(
-            life,
-            hello,
-            layout,
-            on_dropped=lambda hashes, reason: engines[0].on_disk_dropped(hashes, reason),
-        )
+        disk = await self._enter_disk(life, hello, layout, on_dropped=on_dropped)
         parts.memory.seal()
         engine = StoreEngine(
             core=StoreCore(
@@ -185,13 +192,14 @@ class StoreService:
         self._engine, self._disk = engine, disk
         life.spawn(engine.run(), name="store-engine")
         await engine.wait_running()
-        await node.serve(life, parts)
-        self._servicer.open(parts.key, engine)
         life.stack.callback(self._servicer.close)
+        await node.serve(
+            life, parts, open_services=lambda: self._servicer.open(parts.key, engine)
+        )
         return {
             **parts.facts,
-            "memory": format_size(layout.pool_bytes),
-            "ssd": format_size(config.store.ssd_bytes) if disk is not None else "off",
+            "memory": _size(layout.pool_bytes),
+            "ssd": _size(config.store.ssd_bytes) if disk is not None else "off",
         }
 
     async def announce_drain(self) -> None:
@@ -205,6 +213,10 @@ class StoreService:
         await self._node.abort()
 
     # -- parts --
+
+    def _set_gauges(self) -> None:
+        if self._engine is not None:
+            self._books.update(self.report())
 
     def _add_services(self, server: RpcServer) -> None:
         server.add(store_pb2_grpc.add_StoreServicer_to_server, self._servicer, SERVICE_NAME)
@@ -222,13 +234,13 @@ class StoreService:
             return None
         path = store.ssd_dir / self._config.store_id
         try:
-            disk = await life.enter(
-                self._open_log(
-                    path,
-                    identity=log_identity(hello, layout),
-                    capacity_bytes=store.ssd_bytes,
-                    on_dropped=on_dropped,
-                )
+            disk = await self._open_log(
+                path,
+                identity=log_identity(hello, layout),
+                capacity_bytes=store.ssd_bytes,
+                kernels=kernels(),
+                clock=self._clock,
+                on_dropped=on_dropped,
             )
         except ConfigError as error:
             if store.is_ssd_strict:
@@ -236,6 +248,7 @@ class StoreService:
             self._problem = error.message
             log.warning("store.ssd_off", why=error.message)
             return None
+        life.stack.push_async_callback(disk.close)
         stats = disk.stats()
         log.info(
             "store.ssd_open",
@@ -247,3 +260,9 @@ class StoreService:
             num_corrupt=stats.num_corrupt_footers,
         )
         return disk
+
+
+def _size(num_bytes: int) -> str:
+    """For people: `1.5GiB`, `40MiB`."""
+    gib, mib = num_bytes / 2**30, num_bytes / 2**20
+    return f"{gib:.1f}GiB" if gib >= 1.0 else f"{mib:.0f}MiB"
