@@ -66,7 +66,7 @@ class StoreConfig:
 
     #: Blocks of one LoadBlocks, and of all at the same time.
     max_load_blocks: int = 32
-    max_loading_blocks: int = 2048
+    max_loading_blocks: int = 512
     #: A get that waits for the disk is told by then of what lies in the arena; the rest is loaded all the
     #: same. A reader waits for its lock 2 s at most (handoff/config.py).
     load_patience_s: float = 1.0

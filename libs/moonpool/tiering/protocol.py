@@ -127,8 +127,8 @@ class BlocksLoaded:
 
     load_id: int
     num_blocks: int
-    #: Records that do not hold what they should: forgotten, and dropped from the disk. All others of the
-    #: load that did not come were not read, and are still believed to be there.
+    #: Records that are not there, or do not hold what they should: forgotten, and dropped from the disk.
+    #: All others of the load that did not come were not read, and are still believed to be there.
     bad_hashes: tuple[BlockHash, ...] = ()
 
 
@@ -214,7 +214,10 @@ class WriteBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropBlocks:
-    """Forget these records, for good: after a restart they are not found either."""
+    """Forget these records, for good: after a restart they are not found either.
+
+    A later WriteBlocks of the same hash is not to be overtaken by it.
+    """
 
     hashes: tuple[BlockHash, ...]
 

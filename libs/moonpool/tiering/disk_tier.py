@@ -1,0 +1,219 @@
+"""DiskTier: what lies on disk, what is to be written there, and whether the disk is asked at all.
+
+    candidate --admitted--> queued --budget, breaker--> being written --BlocksWritten--> on disk
+        |                     |                              |
+        '--seen too rarely    '--evicted meanwhile,          '--failed: counted, a candidate
+                                 no budget left                 again when it is used again
+
+A queued block is not held: writing is worth nothing that somebody waits for. A block that is being written
+is, by the core. Loads are another matter (tiering/loads.py); here is only whether the disk may be read.
+
+Rules
+- Reads and writes have a breaker each: a full or read-only disk is still read.
+- Nothing is written beyond the budget, admitted or not.
+- How often a block must have been seen follows from what is left of the budget: a flood of blocks that
+  nobody asks for again takes at most the upper half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from moonpool.ids import BlockHash
+from moonpool.tiering.breaker import Breaker
+from moonpool.tiering.config import DiskAdmission, StoreConfig
+from moonpool.tiering.frequency import FrequencySketch
+from moonpool.tiering.shares import COMMON, Share
+from moonpool.tiering.write_budget import WriteBudget
+
+#: Different blocks of which it is remembered how often they were seen, for each block of the arena.
+_NUM_REMEMBERED = 8
+
+
+class DiskTier:
+    """One store's log, as the core believes it to be."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._config = config
+        #: Whose a block on disk is, as far as it is known.
+        self._owners: dict[BlockHash, Share] = {}
+        self._queue: dict[BlockHash, None] = {}
+        self._writes: dict[int, tuple[BlockHash, ...]] = {}
+        self._being_written: set[BlockHash] = set()
+        self._next_write_id = 1
+        self._sketch = FrequencySketch(_NUM_REMEMBERED * config.num_blocks)
+        self.budget = WriteBudget(config.write_budget_bytes_per_day)
+        self.reads = Breaker(config.disk_breaker)
+        self.writes = Breaker(config.disk_breaker)
+        self.num_written = 0
+        self.num_failed_writes = 0
+        self.num_unadmitted = 0
+
+    # -- what lies there --
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._owners
+
+    def owner(self, block_hash: BlockHash) -> Share:
+        """Whose a block on disk is."""
+        return self._owners[block_hash]
+
+    def hashes(self) -> tuple[BlockHash, ...]:
+        return tuple(self._owners)
+
+    def adopt(self, hashes: Iterable[BlockHash], share: Share) -> None:
+        """These are of this share, so far as they lie here."""
+        owners = self._owners
+        for block_hash in hashes:
+            if owners.get(block_hash, share) != share:
+                owners[block_hash] = share
+
+    def found(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """The scan has found these; those that were not known."""
+        new = [block_hash for block_hash in dict.fromkeys(hashes) if block_hash not in self._owners]
+        for block_hash in new:
+            self._owners[block_hash] = COMMON
+            self._queue.pop(block_hash, None)
+        return new
+
+    def dropped(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """These lie here no more; those that did."""
+        return [h for h in hashes if self._owners.pop(h, None) is not None]
+
+    # -- what is written --
+
+    @property
+    def num_unwritten(self) -> int:
+        """Blocks that are queued or being written."""
+        return len(self._queue) + len(self._being_written)
+
+    def see(self, hashes: Sequence[BlockHash]) -> None:
+        """A block comes new, or is asked for: that decides whether it is worth writing."""
+        if self._config.has_disk:
+            self._sketch.see(hashes)
+
+    def consider(self, hashes: Iterable[BlockHash], now: float) -> None:
+        """These lie in HOST: queue those that are to be written, parents first."""
+        if not self._config.has_disk:
+            return
+        owners, queue, being_written = self._owners, self._queue, self._being_written
+        candidates = [
+            h for h in hashes if h not in owners and h not in queue and h not in being_written
+        ]
+        num_needed = self._num_needed_sightings(now)
+        if num_needed > 1 and candidates:
+            counts = self._sketch.counts(candidates)
+            # A chain with a hole is read up to the hole: what lies behind the first refused one waits too.
+            refused = np.flatnonzero(counts < num_needed)
+            if len(refused):
+                self.num_unadmitted += len(candidates) - int(refused[0])
+                del candidates[refused[0] :]
+        queue.update(dict.fromkeys(candidates))
+
+    def begin_write(
+        self, is_here: Callable[[BlockHash], bool], now: float
+    ) -> tuple[int, tuple[BlockHash, ...]] | None:
+        """The next write: its number and its blocks, all of which are in HOST. None: nothing to do now."""
+        config = self._config
+        if len(self._writes) >= config.max_writes or not self._queue:
+            return None
+        if not self.writes.is_allowed(now):
+            return None
+        num_affordable = self.budget.num_affordable(config.block_bytes, now)
+        num_wanted = config.max_write_blocks
+        if num_affordable is not None:
+            num_wanted = min(num_wanted, num_affordable)
+        if not num_wanted:
+            self.num_unadmitted += len(self._queue)
+            self._queue.clear()
+            return None
+        hashes: list[BlockHash] = []
+        while self._queue and len(hashes) < num_wanted:
+            block_hash = next(iter(self._queue))
+            del self._queue[block_hash]
+            if is_here(block_hash):
+                hashes.append(block_hash)
+        if not hashes:
+            return None
+        write_id, self._next_write_id = self._next_write_id, self._next_write_id + 1
+        self.budget.take(len(hashes) * config.block_bytes, now)
+        self.writes.begin(now)
+        self._writes[write_id] = tuple(hashes)
+        self._being_written.update(hashes)
+        return write_id, self._writes[write_id]
+
+    def end_write(
+        self,
+        write_id: int,
+        kept: Sequence[BlockHash],
+        owner: Callable[[BlockHash], Share],
+        now: float,
+    ) -> tuple[BlockHash, ...]:
+        """A write has ended and `kept` lie on disk; all its blocks. None, if there is no such write."""
+        hashes = self._writes.pop(write_id, ())
+        if not hashes:
+            return ()
+        self._being_written.difference_update(hashes)
+        kept_set = set(kept)
+        num_kept = 0
+        for block_hash in hashes:
+            if block_hash in kept_set:
+                self._owners[block_hash] = owner(block_hash)
+                num_kept += 1
+        self.num_written += num_kept
+        self.num_failed_writes += len(hashes) - num_kept
+        if num_kept < len(hashes):
+            self.writes.failed(now)
+        else:
+            self.writes.succeeded(now)
+        return hashes
+
+    def clear(self) -> tuple[BlockHash, ...]:
+        """Everything is to be forgotten; what lay there. What is being written may come yet."""
+        hashes = tuple(self._owners)
+        self._owners.clear()
+        self._queue.clear()
+        return hashes
+
+    def _num_needed_sightings(self, now: float) -> int:
+        match self._config.admission:
+            case DiskAdmission.ALL:
+                return 1
+            case DiskAdmission.SECOND_HIT:
+                return 2
+            case DiskAdmission.BUDGET:
+                level = self.budget.level(now)
+                num_needed = 1
+                while level < 0.5 and num_needed < 8:
+                    level *= 2.0
+                    num_needed += 1
+                return num_needed
+
+    def next_due(self) -> float | None:
+        """When a queued block may be written that may not be now."""
+        if not self._queue or len(self._writes) >= self._config.max_writes:
+            return None
+        return self.writes.next_due()
+
+    # -- checking --
+
+    def held(self) -> Iterable[BlockHash]:
+        """Blocks that are being written, once for each."""
+        for hashes in self._writes.values():
+            yield from hashes
+
+    def validate(self) -> None:
+        """Raise AssertionError if the books contradict each other."""
+        self.reads.validate()
+        self.writes.validate()
+        being_written = [h for hashes in self._writes.values() for h in hashes]
+        assert len(being_written) == len(set(being_written)), "a block is in two writes"
+        assert set(being_written) == self._being_written
+        assert not self._being_written & self._queue.keys(), "a block is queued and written"
+        assert not self._queue.keys() & self._owners.keys(), "a block on disk is queued"
+        assert len(self._writes) <= self._config.max_writes
