@@ -288,11 +288,21 @@ class StoreSettings(Section):
     is_transport_strict: bool = False
     #: As a worker's: the order in which blocks leave the memory.
     kv_eviction_policy: EvictionPolicyName = "s3_fifo"
+    #: `redis://[user:password@]host:port/db`, where several nodes find each other (`rediss://` for TLS, or
+    #: `unix://`); None: each is alone. Whoever may write there may name addresses that nodes connect to.
+    redis_url: str | None = Field(default=None, repr=False)
     #: CPUs of the process; empty: the supervisor decides.
     cpus: CpuList = ()
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3_600)
     #: Check all invariants after every step (tests, debugging).
     is_checked: bool = False
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_redis_url(cls, value: str | None) -> str | None:
+        if value and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("allowed is a url like redis://127.0.0.1:6379/0")
+        return value or None
 
     @field_validator("ssd_dir", mode="before")
     @classmethod

@@ -6,4 +6,7 @@
     log_directory     the directory: lock, permissions, one folder per identity
     segment_format    bytes of a record, pure          segment_index   who lies where, pure
     segment_files     the seam to the file system      io_threads      where reads and writes block
+
+    directory         where nodes find each other's records, and the one for a single process
+    redis_directory   the one for several hosts        directory_keeper  writes and reads it each second
 """

@@ -9,7 +9,7 @@ Rules
   would be its home if the first ones were not there. So all nodes agree without talking.
 - A chain that is read here and whose home is elsewhere by now is asked for as well, the ones read fastest
   first: the ring has changed. What nobody reads moves to nobody.
-- A node that leaves asks for all that it holds, the most useful first, a windowful at a time.
+- A node that leaves asks for what was put or lent last, the latest first, a windowful at a time.
 - What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
 - All of it is advice. Without a view nothing is asked and nothing is taken.
 
@@ -20,7 +20,7 @@ Who leaves or has just come counts less or not at all as a home; the weights are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
@@ -55,11 +55,13 @@ class CopyConfig:
     retake_s: float = 30.0
     #: Chains that are taken at the same time.
     max_takes: int = 4
+    #: Chains that are remembered for the day on which this node leaves.
+    max_recent: int = 4_096
 
     def __post_init__(self) -> None:
         assert self.block_bytes > 0, self
         assert min(self.ramp_s, self.asked_s, self.retake_s) > 0.0, self
-        assert self.max_takes >= 1, self
+        assert min(self.max_takes, self.max_recent) >= 1, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class CopyBook:
         self._config = config
         self._planner = ReplicaPlanner(config.replicas)
         self._view = RingView()
+        #: By the last block: chains in the order in which they were put or lent last.
+        self._recent: OrderedDict[BlockHash, tuple[BlockHash, ...]] = OrderedDict()
         #: Chains of a node that leaves which nobody was asked to take yet, in order; and those that are
         #: asked for now, with the time at which that ends.
         self._leaving: list[tuple[BlockHash, ...]] = []
@@ -92,8 +96,17 @@ class CopyBook:
 
     # -- what happens --
 
+    def note_kept(self, hashes: tuple[BlockHash, ...]) -> None:
+        """This chain was put here, or what of it lies here was lent."""
+        if hashes:
+            self._recent[hashes[-1]] = hashes
+            self._recent.move_to_end(hashes[-1])
+            if len(self._recent) > self._config.max_recent:
+                self._recent.popitem(last=False)
+
     def note_lent(self, hashes: tuple[BlockHash, ...], now: float) -> None:
         """A reader was lent these leading blocks of a chain."""
+        self.note_kept(hashes)
         if hashes:
             num_bytes = len(hashes) * self._config.block_bytes
             self._planner.note_read(home_key(hashes), hashes, num_bytes, now)
@@ -102,10 +115,17 @@ class CopyBook:
         """All nodes' records were read."""
         self._view = view
 
-    def leave(self, chains: Iterable[tuple[BlockHash, ...]]) -> None:
-        """This node leaves the ring. What it holds, whole chains, the most useful first."""
+    def leave(self) -> None:
+        """This node leaves the ring, and still lends what it holds. Idempotent."""
+        if self._is_leaving:
+            return
         self._is_leaving = True
-        self._leaving = [chain for chain in chains if 0 < len(chain) <= MAX_COPY_BLOCKS]
+        covered: set[BlockHash] = set()
+        for last_hash, chain in reversed(self._recent.items()):
+            if last_hash not in covered and len(chain) <= MAX_COPY_BLOCKS:
+                covered.update(chain)
+                self._leaving.append(chain)
+        self._recent.clear()
 
     def on_taken(self) -> None:
         """A TakeChain has ended, however it went."""
@@ -165,6 +185,8 @@ class CopyBook:
         assert self._is_leaving or not (self._leaving or self._asked)
         ends = list(self._taken.values())
         assert ends == sorted(ends), ends
+        assert len(self._recent) <= self._config.max_recent
+        assert all(last_hash == chain[-1] for last_hash, chain in self._recent.items())
 
     # -- parts --
 

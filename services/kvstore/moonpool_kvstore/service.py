@@ -6,9 +6,10 @@ Life
   2. The SSD directory is opened and its segments are scanned: what lies there is found again. Without
      it the node starts with memory alone and says why, or does not start (`is_ssd_strict`).
   3. Peers may map the arena, workers may offer, routers may come: methods answer, health SERVING,
-     announced on the bus each second, with the digest of all that lies here.
-  4. Drain: announced as leaving, offers are refused, readers find nothing any more; what is being read,
-     lent or written ends.
+     announced on the bus each second, with the digest of all that lies here. Other nodes of the ring are
+     told, and told of.
+  4. Drain: announced as leaving; if there are other nodes, they are asked to take what was used last. Then
+     offers are refused, readers find nothing any more; what is being read, lent or written ends.
   5. Abort: streams end, what the disk does ends, the log is closed, the memory is freed.
 
 kill -9 at any moment loses what lies in memory only, and nothing that was written.
@@ -34,8 +35,10 @@ from moonpool.native import Kernels, kernels
 from moonpool.rpc.server import RpcServer
 from moonpool.service.life import Life, ReadyFacts
 from moonpool.store.base import BlockLog, DropReason, OnDropped
+from moonpool.store.directory import Directory
 from moonpool.store.log_identity import LogIdentity
 from moonpool.telemetry.metrics import Metrics
+from moonpool.tiering.copies import CopyBook, CopyConfig
 from moonpool.tiering.store_core import StoreCore
 from moonpool.wire.store import DiskReport, StoreReport
 from moonpool.wire.worker import WorkerHello
@@ -43,6 +46,7 @@ from moonpool.worker.books import WorkerBooks
 from moonpool.worker.node import KvNode, NodeAdapters
 from moonpool.worker.shell import WorkerShell
 from moonpool_kvstore.books import STORE_METRICS, StoreBooks
+from moonpool_kvstore.neighbours import Neighbours
 from moonpool_kvstore.rpc_service import SERVICE_NAME, StoreServicer
 from moonpool_kvstore.settings import (
     arena_layout,
@@ -80,6 +84,7 @@ class StoreAdapters:
 
     node: NodeAdapters
     open_log: OpenLog
+    directory: Directory
 
 
 class StoreService:
@@ -89,6 +94,7 @@ class StoreService:
         """Raises ConfigError: Failpoints that are not allowed."""
         self._config = config
         self._open_log = adapters.open_log
+        self._directory = adapters.directory
         self._clock: Clock = adapters.node.clock
         self._node = KvNode(
             node_id=config.store_id,
@@ -101,6 +107,7 @@ class StoreService:
         self._books = StoreBooks(self.metrics)
         self._servicer = StoreServicer(self.report)
         self._engine: StoreEngine | None = None
+        self._neighbours: Neighbours | None = None
         self._disk: BlockLog | None = None
         #: Why there is no disk although one was asked for.
         self._problem = ""
@@ -196,6 +203,17 @@ class StoreService:
         await node.serve(
             life, parts, open_services=lambda: self._servicer.open(parts.key, engine)
         )
+        neighbours = Neighbours(
+            key=parts.key,
+            address=parts.address,
+            directory=await life.enter(self._directory),
+            book=CopyBook(parts.key.worker_id, CopyConfig(block_bytes=layout.block_bytes)),
+            put=engine.put,
+            clock=self._clock,
+        )
+        engine.watch(on_put=neighbours.note_put, on_lent=neighbours.note_lent)
+        life.spawn(neighbours.run(), name="neighbours")
+        self._neighbours = neighbours
         return {
             **parts.facts,
             "memory": _size(layout.pool_bytes),
@@ -206,6 +224,8 @@ class StoreService:
         await self._node.announce_drain()
 
     async def drain(self) -> None:
+        if self._neighbours is not None:
+            await self._neighbours.leave(timeout_s=self._config.store.drain_timeout_s / 2)
         await self._node.drain()
 
     async def abort(self) -> None:

@@ -34,12 +34,15 @@ from moonpool.core.protocol import (
     Decode,
     FetchEnded,
     FetchReserved,
+    LockPrefix,
     Prefill,
+    PrefixLocked,
     ReadEnded,
     Refused,
     RefuseReason,
     Release,
     Reply,
+    UnlockPrefix,
 )
 from moonpool.errors import UnavailableError
 from moonpool.failpoints import Failpoints
@@ -69,6 +72,8 @@ from moonpool.wire.engine_messages import TimedFrame
 from moonpool.wire.store import PutAnswer, PutOffer
 
 log = structlog.get_logger("moonpool.store")
+
+OnChain = Callable[[tuple[BlockHash, ...]], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +129,14 @@ class StoreEngine:
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._puts: dict[AttemptId, _Put] = {}
         self._put_numbers = itertools.count(1)
+        self._on_put: OnChain | None = None
+        self._on_lent: OnChain | None = None
+        #: Chains of locks that were asked for and not answered, by their read id.
+        self._locking: dict[int, tuple[BlockHash, ...]] = {}
+
+    def watch(self, *, on_put: OnChain, on_lent: OnChain) -> None:
+        """Tell of each chain that was offered and not refused, and of what readers are lent."""
+        self._on_put, self._on_lent = on_put, on_lent
 
     async def run(self) -> None:
         """Until cancelled; then what the disk does has ended. Raises what the core raised."""
@@ -160,6 +173,10 @@ class StoreEngine:
             return
         if isinstance(command, FetchEnded | ReadEnded):
             self._forget_put(command.attempt_id)
+        elif isinstance(command, LockPrefix):
+            self._locking[command.read_id] = command.hashes
+        elif isinstance(command, UnlockPrefix):
+            self._locking.pop(command.read_id, None)
         self._commands.append(command)
         if not self._is_flush_planned:
             self._is_flush_planned = True
@@ -185,7 +202,10 @@ class StoreEngine:
             answered=self._loop.create_future(),
         )
         self.send(Put(attempt_id=attempt_id, tenant=offer.tenant, hashes=offer.hashes))
-        return await put.answered
+        answer = await put.answered
+        if answer.refusal is None and self._on_put is not None:
+            self._on_put(offer.hashes)
+        return answer
 
     def on_disk_dropped(self, hashes: Sequence[BlockHash], reason: DropReason) -> None:
         """The log has dropped blocks by itself."""
@@ -242,6 +262,8 @@ class StoreEngine:
                 continue
             if isinstance(reply, FetchReserved):
                 self._begin_reading(reply)
+            elif isinstance(reply, PrefixLocked):
+                self._on_locked(reply)
             replies.append(reply)
         self._on_frame(
             TimedFrame(
@@ -276,6 +298,11 @@ class StoreEngine:
         log.info("store.put_late", attempt=str(attempt_id))
         self.send(Abort(attempt_id=attempt_id))
         self._on_event(AttemptAborted(attempt_id=attempt_id))
+
+    def _on_locked(self, reply: PrefixLocked) -> None:
+        hashes = self._locking.pop(reply.read_id, ())
+        if self._on_lent is not None:
+            self._on_lent(hashes[: len(reply.block_ids)])
 
     def _forget_put(self, attempt_id: AttemptId) -> None:
         put = self._puts.pop(attempt_id, None)

@@ -1,0 +1,151 @@
+"""Neighbours: a store node among the others of its ring.
+
+    each second: tell the directory of this node -> hear of the others -> take the chains that they ask for
+
+A chain is taken as an offer of a worker is: this node's own core says what it lacks, and reads it from the
+node that asked. What to ask for and what to take is decided in tiering/copies.py. Nothing here is on the way
+of a request, and a directory that is away changes nothing but that.
+
+On the way out the others are asked to take what was used last, while it can still be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import structlog
+
+from moonpool.clock import Clock
+from moonpool.errors import UnavailableError
+from moonpool.handoff.messages import SourceRef
+from moonpool.ids import BlockHash, WorkerKey
+from moonpool.store.directory import Directory
+from moonpool.store.directory_keeper import BEAT_S, DirectoryKeeper
+from moonpool.tiering.copies import CopyBook, TakeChain
+from moonpool.tiering.store_record import RingView, StoreMember, StoreRecord
+from moonpool.wire.store import PutAnswer, PutOffer
+
+#: For one chain, reading included.
+TAKE_TIMEOUT_S = 30.0
+#: How long others may take over what a node holds that leaves.
+LEAVE_TIMEOUT_S = 15.0
+
+log = structlog.get_logger("moonpool.store")
+
+
+class Neighbours:
+    """See the file's head.
+
+    Args:
+        key: This life of this node.
+        address: gRPC, where others read from it.
+        directory: Entered by whoever made it.
+        book: This node's own.
+        put: Offers a chain to this node's own core.
+    """
+
+    def __init__(
+        self,
+        *,
+        key: WorkerKey,
+        address: str,
+        directory: Directory,
+        book: CopyBook,
+        put: Callable[[PutOffer], Awaitable[PutAnswer]],
+        clock: Clock,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self._member = StoreMember(key=key, address=address, since_unix_s=clock.unix())
+        self._book = book
+        self._put = put
+        self._clock = clock
+        self._is_leaving = False
+        self._left = asyncio.Event()
+        self._keeper = DirectoryKeeper(
+            directory, record=self._record, on_view=self._on_view, beat_s=beat_s
+        )
+        self._tasks: asyncio.TaskGroup | None = None
+        #: Nodes that do not leave, as of the last view; this one left out.
+        self.num_others = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                async with self._keeper:
+                    await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+
+    def note_put(self, hashes: tuple[BlockHash, ...]) -> None:
+        """A chain was offered here and not refused."""
+        self._book.note_kept(hashes)
+
+    def note_lent(self, hashes: tuple[BlockHash, ...]) -> None:
+        """A reader was lent these leading blocks of a chain."""
+        self._book.note_lent(hashes, self._clock.now())
+
+    async def leave(self, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Ask the others to take what was used last; returns when each chain was asked for long enough.
+
+        The node must still lend. Without others, or without word from them, it returns at once.
+        """
+        if self._is_leaving or not self.num_others:
+            return
+        self._is_leaving = True
+        self._book.leave()
+        self._keeper.beat_now()
+        log.info("store.leaving_ring", num_others=self.num_others)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._left.wait()
+
+    # -- parts --
+
+    def _record(self) -> StoreRecord:
+        member = StoreMember(
+            key=self._member.key,
+            address=self._member.address,
+            since_unix_s=self._member.since_unix_s,
+            is_draining=self._is_leaving,
+        )
+        return self._book.record(member, self._clock.now(), self._clock.unix())
+
+    def _on_view(self, view: RingView) -> None:
+        store_id = self._member.key.worker_id
+        self.num_others = sum(
+            member.key.worker_id != store_id and not member.is_draining for member in view.members
+        )
+        self._book.on_view(view)
+        has_left = self._book.is_left(self._clock.now()) or not self.num_others
+        if self._is_leaving and has_left:
+            self._left.set()
+        self._take()
+
+    def _take(self) -> None:
+        if self._tasks is not None:
+            for take in self._book.takes(self._clock.now()):
+                self._tasks.create_task(self._take_one(take))
+
+    async def _take_one(self, take: TakeChain) -> None:
+        offer = PutOffer(
+            store=self._member.key,
+            tenant=take.tenant,
+            hashes=take.hashes,
+            source=SourceRef(key=take.source, address=take.address),
+            deadline_s=TAKE_TIMEOUT_S,
+        )
+        try:
+            answer = await self._put(offer)
+        except UnavailableError:
+            # This node stops.
+            return
+        finally:
+            self._book.on_taken()
+        if answer.num_wanted_blocks:
+            log.debug("store.takes", source=str(take.source), num_blocks=answer.num_wanted_blocks)
+        if answer.refusal is None:
+            self._take()
