@@ -42,7 +42,7 @@ async def fault_lab(
         run_dir = lab.cluster.run_dir
         addresses = [
             str(lab.cluster.part(name).fact("grpc_address"))
-            for name in (*lab.cluster.router_names, *lab.cluster.worker_ids)
+            for name in (*lab.cluster.router_names, *lab.cluster.node_ids)
         ]
         addresses.append(lab.cluster.endpoints.nats_url.rpartition("@")[2])
         assert processes_with(_MARK, mark)

@@ -47,7 +47,15 @@ from moonpool_loadtest.faults.scenarios import (
     run_router_restart,
     run_without_fault,
 )
+from moonpool_loadtest.faults.stores import (
+    NUM_FAMILIES_BESIDE_KILLS,
+    run_outlives_itself,
+    run_outlives_workers,
+    run_store_kills,
+    store_config,
+)
 
+_KINDS = ("handoff", "reuse", "stores")
 _POSITIONS = (0, 1, 7, 20)
 #: Requests whose tokens may differ, of all: near-ties of the model in float32. In bfloat16 another
 #: batch or chunk is another rounding: there only loss, doubling and order are judged.
@@ -155,6 +163,25 @@ async def run_reuse_faults(config: ClusterConfig, *, vocab_size: int) -> list[Fa
         return lab.reports
 
 
+async def run_store_faults(
+    config: ClusterConfig, *, vocab_size: int, num_kills: int
+) -> list[FaultReport]:
+    """What a store keeps, and what its deaths cost. Prints a row as soon as it is known."""
+    sets = make_families(
+        FamilySizes(vocab_size=vocab_size),
+        num_judged=NUM_FAMILIES_BESIDE_KILLS + num_kills,
+        num_for_leavers=0,
+    )
+    print("answers without faults ...", flush=True)
+    expected = await answers_without_faults(config, sets.judged_cases)
+    print(header(), flush=True)
+    async with open_lab(config, expected=expected, sets=sets, is_whole=True) as lab:
+        show(await run_outlives_workers(lab))
+        show(await run_outlives_itself(lab))
+        show(await run_store_kills(lab, num_kills=num_kills))
+        return lab.reports
+
+
 def show(report: FaultReport) -> None:
     print(row(report), flush=True)
 
@@ -195,7 +222,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--transport", choices=get_args(TransportName), default="shm")
-    parser.add_argument("--only", choices=("handoff", "reuse"), help="faults of one kind")
+    parser.add_argument("--only", choices=_KINDS, help="faults of one kind")
+    parser.add_argument("--store-kills", type=int, default=50, help="deaths of the store")
     parser.add_argument("--data-dir", type=Path, help="where models are; logs go there too")
     parser.add_argument("--check", action="store_true", help="workers check all invariants")
     options = parser.parse_args(None if arguments is None else list(arguments))
@@ -210,13 +238,22 @@ def main(arguments: Iterable[str] | None = None) -> int:
                 "dtype": options.dtype,
                 "is_checked": options.check,
             }
-            if options.only != "reuse":
+            kinds = _KINDS if options.only is None else (options.only,)
+            if "handoff" in kinds:
                 config = cluster_config(str(model.path), transport=options.transport, **common)
                 faults = run_handoff_faults(config, vocab_size=vocab_size, num_layers=num_layers)
                 reports += asyncio.run(faults)
-            if options.only != "handoff":
+            if "reuse" in kinds:
                 config = reuse_config(str(model.path), **common)
                 reports += asyncio.run(run_reuse_faults(config, vocab_size=vocab_size))
+            if "stores" in kinds:
+                ssd_dir = Path(home, "ssd")
+                ssd_dir.mkdir()
+                config = store_config(str(model.path), ssd_dir=ssd_dir, **common)
+                faults = run_store_faults(
+                    config, vocab_size=vocab_size, num_kills=options.store_kills
+                )
+                reports += asyncio.run(faults)
     except MoonpoolError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
