@@ -10,8 +10,8 @@ _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 _FIXES = {
     errno.ENOENT: "it, or what it lies in, does not exist: create that, then start again",
-    errno.ENOTDIR: "it is no directory: name another one",
-    errno.ELOOP: "it is a symbolic link: name the directory itself",
+    errno.ENOTDIR: "it is no directory, or only a link to one: name a directory",
+    errno.ELOOP: "it is no directory, or only a link to one: name a directory",
     errno.EACCES: "this user may not use it: change its owner, or name another one",
     errno.EPERM: "this user may not use it: change its owner, or name another one",
     errno.EROFS: "mount its file system writable, or name another one",

@@ -12,6 +12,7 @@ when room is needed: they are of no use to this node. No other file is ever touc
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -27,6 +28,7 @@ from moonpool.store.segment_files import PosixFiles, segment_names
 
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _DESCRIPTION = "identity.json"
+_NOT_OURS = (errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -90,8 +92,10 @@ class LogDirectory:
                 continue
             try:
                 folder_fd = os.open(folder, _DIRECTORY_FLAGS, dir_fd=self._root_fd)
-            except (NotADirectoryError, PermissionError):
-                continue
+            except OSError as error:
+                if error.errno in _NOT_OURS:
+                    continue
+                raise
             try:
                 for name in segment_names(folder_fd):
                     status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)

@@ -22,23 +22,26 @@ class LogSizes:
     slots_per_segment: int
 
     @classmethod
-    def of(cls, capacity_bytes: int, slot_bytes: int) -> LogSizes:
-        """Segments of a 64th of the capacity, or of one record if that is more.
+    def of(
+        cls, capacity_bytes: int, slot_bytes: int, segment_bytes: int | None = None
+    ) -> LogSizes:
+        """Segments of about `segment_bytes`, a 64th of the capacity if None; of one record at least.
 
         Raises:
-            ConfigError: Four records are more than the capacity.
+            ConfigError: Four segments are more than the capacity.
         """
-        if capacity_bytes < 4 * slot_bytes:
+        if segment_bytes is None:
+            segment_bytes = capacity_bytes // _SEGMENTS_IN_CAPACITY
+        slots = max(1, min(segment_bytes // slot_bytes, MAX_SLOTS))
+        needed = 4 * slots * slot_bytes
+        if capacity_bytes < needed:
             raise ConfigError(
-                f"the SSD tier has {capacity_bytes} bytes, and needs at least {4 * slot_bytes}:"
-                " four blocks of this model",
+                f"the SSD tier has {capacity_bytes} bytes, and needs at least {needed}:"
+                f" four segments of {slots} blocks of this model",
                 code="ssd_too_small",
             )
-        slots = capacity_bytes // _SEGMENTS_IN_CAPACITY // slot_bytes
         return cls(
-            capacity_bytes=capacity_bytes,
-            slot_bytes=slot_bytes,
-            slots_per_segment=max(1, min(slots, MAX_SLOTS)),
+            capacity_bytes=capacity_bytes, slot_bytes=slot_bytes, slots_per_segment=slots
         )
 
     @property

@@ -3,7 +3,7 @@
 A segment is slots of one size, from byte 0, without a header of its own. A slot holds one block:
 
     0                     payload_bytes   footer_offset                        slot_bytes
-    | payload             | zeros         | footer (120) | leaves (8 each) | zeros |
+    | payload             | zeros         | footer (112) | leaves (8 each) | zeros |
                                           ^ a multiple of 4,096                    ^ too
 
 Rules

@@ -10,6 +10,7 @@ So the log is first in, first out, and what deserves a second life is written ag
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
@@ -91,6 +92,14 @@ class SegmentIndex:
         self._num_slots += num_slots
         return first
 
+    def give_back(self, number: int, num_slots: int) -> None:
+        """The segment's last slots, all dead, were never reached by a write."""
+        segment = self._segments[number]
+        first = segment.num_slots - num_slots
+        assert first >= 0 and not any(segment.hashes[first:]), (number, num_slots)
+        del segment.hashes[first:]
+        self._num_slots -= num_slots
+
     def put(self, block_hash: BlockHash, place: Place) -> None:
         """The block is live at `place`, and nowhere else any more."""
         segment = self._segments[place.segment]
@@ -118,9 +127,9 @@ class SegmentIndex:
             del self._place_by_hash[block_hash]
         return gone
 
-    def victim(self, *, keep: int | None) -> Segment | None:
-        """Whose room to take next, never that of segment `keep`; None if there is no other."""
-        candidates = [segment for segment in self._segments.values() if segment.number != keep]
+    def victim(self, *, keep: Container[int | None]) -> Segment | None:
+        """Whose room to take next, not that of segments in `keep`; None if there is no other."""
+        candidates = [segment for segment in self._segments.values() if segment.number not in keep]
         if not candidates:
             return None
         dead = [segment for segment in candidates if 2 * segment.num_live <= segment.num_slots]

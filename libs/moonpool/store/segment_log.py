@@ -99,6 +99,7 @@ class SegmentLog:
         clock: Clock,
         on_dropped: OnDropped,
         keep_hot: KeepHot | None = None,
+        segment_bytes: int | None = None,
         num_threads: int = 4,
         wrap_files: Callable[[SegmentFiles], SegmentFiles] | None = None,
     ) -> SegmentLog:
@@ -108,14 +109,16 @@ class SegmentLog:
             path: For this node alone; its parent exists.
             capacity_bytes: All files in it together stay below.
             keep_hot: Without one, a reclaimed segment's blocks are all dropped.
+            segment_bytes: What is reclaimed at a time; a 64th of the capacity if None.
             num_threads: IO that may run at a time.
             wrap_files: Puts something between the log and the file system, such as faults.
 
         Raises:
             ConfigError: The directory cannot be used (code `ssd_unusable`), or the capacity is below
-                four blocks (`ssd_too_small`). The message says what to do.
+                four segments (`ssd_too_small`). The message says what to do.
         """
-        sizes = LogSizes.of(capacity_bytes, RecordFormat.of(identity).slot_bytes)
+        slot_bytes = RecordFormat.of(identity).slot_bytes
+        sizes = LogSizes.of(capacity_bytes, slot_bytes, segment_bytes)
         threads = IoThreads(num_threads)
         opened: list[LogDirectory] = []
         scanned: list[ScannedSegment] = []
@@ -201,9 +204,10 @@ class SegmentLog:
         for record in records:
             self._io.format.check_arrays(record.payload, record.leaves)
         hashes = [record.block_hash for record in records]
+        distinct = list({record.block_hash: record for record in records}.values())
         with self._writer.wanting(hashes) as wanted:
             async with self._turn:
-                problem = await self._writer.write(records, wanted)
+                problem = await self._writer.write(distinct, wanted)
         kept = tuple(block_hash for block_hash in hashes if self.has(block_hash))
         if len(kept) < len(hashes):
             return WriteResult(kept=kept, problem=problem or _LOST)
@@ -276,6 +280,10 @@ class SegmentLog:
             capacity_bytes=sizes.capacity_bytes,
             **asdict(self._books),
         )
+
+    async def settle(self) -> None:
+        """Wait for what runs in the background: marks of drops, removals of files, syncs."""
+        await self._threads.settle()
 
     async def close(self) -> None:
         self._is_closed = True

@@ -119,10 +119,10 @@ class SegmentWriter:
             pass
 
     async def write(self, records: Sequence[BlockRecord], wanted: set[BlockHash]) -> str:
-        """Append those that are wanted and not there; why some were not, or the empty string."""
+        """Append those that are wanted and not there, which are distinct; why some were not, or the empty string."""
         queue = deque(records)
         has_given_way = False
-        while queue:
+        while self._skip(queue, wanted):
             health = self._pause.health(self._clock.now())
             if not health.is_writable:
                 return health.problem
@@ -130,16 +130,15 @@ class SegmentWriter:
             if segment is None:
                 return self._pause.health(self._clock.now()).problem
             batch = self._take(queue, self.sizes.slots_per_segment - segment.num_slots, wanted)
-            if not batch:
-                break
             num_done, error = await self._append(segment, batch, wanted)
             self._books.written_record_bytes += num_done * self.sizes.slot_bytes
             if error is None:
-                self._pause.succeed()
+                self._pause.succeed(self._clock.now())
                 has_given_way = False
                 continue
             await self.seal()
-            if not is_full(error) or has_given_way or not await self._reclaim():
+            can_give_way = is_full(error) and not has_given_way
+            if not can_give_way or not await self._reclaim(keep=segment.number):
                 return self._refused(error)
             has_given_way = True
             queue.extendleft(reversed(batch[num_done:]))
@@ -164,14 +163,20 @@ class SegmentWriter:
     def _take(
         self, queue: deque[BlockRecord], num_free: int, wanted: set[BlockHash]
     ) -> list[BlockRecord]:
-        """The next records for one call to the system; leaves out what need not be written."""
+        """The next records for one call to the system."""
         batch: list[BlockRecord] = []
-        while queue and len(batch) < min(num_free, self.sizes.write_records):
-            record = queue.popleft()
-            is_there = self._table.index.place(record.block_hash) is not None
-            if record.block_hash in wanted and not is_there:
-                batch.append(record)
+        while len(batch) < min(num_free, self.sizes.write_records) and self._skip(queue, wanted):
+            batch.append(queue.popleft())
         return batch
+
+    def _skip(self, queue: deque[BlockRecord], wanted: set[BlockHash]) -> bool:
+        """Pass over what need not be written; whether anything is left."""
+        while queue:
+            block_hash = queue[0].block_hash
+            if block_hash in wanted and self._table.index.place(block_hash) is None:
+                return True
+            queue.popleft()
+        return False
 
     async def _append(
         self, segment: Segment, records: Sequence[BlockRecord], wanted: set[BlockHash]
@@ -190,6 +195,8 @@ class SegmentWriter:
             raise
         finally:
             self._table.release(handle)
+        num_reached = -(-appended.num_bytes // self.sizes.slot_bytes)
+        self._table.index.give_back(number, len(records) - num_reached)
         unwanted: list[Place] = []
         for slot, record in enumerate(records[: appended.num_records], first):
             place = Place(number, slot, record.tag)
@@ -246,12 +253,12 @@ class SegmentWriter:
             return error
         return None
 
-    async def _reclaim(self, *, is_told: bool = True) -> bool:
-        """Give up one segment; False if there is none to give up."""
+    async def _reclaim(self, *, keep: int | None = None, is_told: bool = True) -> bool:
+        """Give up a segment, not the open one or `keep`; False if there is none to give up."""
         if self._foreign:
             await self._remove_foreign(self._foreign.popleft())
             return True
-        victim = self._table.index.victim(keep=self._table.open_number)
+        victim = self._table.index.victim(keep=(self._table.open_number, keep))
         if victim is None:
             return False
         await self._carry_over(victim)

@@ -33,7 +33,8 @@ class WritePause:
         self._ends_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
-    def succeed(self) -> None:
-        """A write was taken."""
-        self._problem = ""
-        self._pause_s = _FIRST_PAUSE_S
+    def succeed(self, now: float) -> None:
+        """A write was taken. Changes nothing in a pause, which began while that write ran."""
+        if now >= self._ends_at:
+            self._problem = ""
+            self._pause_s = _FIRST_PAUSE_S
