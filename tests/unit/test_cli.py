@@ -179,6 +179,8 @@ def test_a_demo_of_prefixes_that_cannot_be_is_refused(
         (["up", "--port", "70000"], "router.http_port = 70000 (flag --port)"),
         (["up", "--dtype", "float16"], "dtype = 'float16' (flag --dtype)"),
         (["up", "--decode", "0"], "a cluster needs a worker of role decode or both"),
+        (["up", "--ssd", "/x"], "--ssd: there is no store; start one with --stores 1"),
+        (["up", "--ssd-size", "1 cup"], "store.ssd_bytes = '1 cup' (flag --ssd-size)"),
         (["up", "-f", "absent.toml"], "absent.toml: No such file or directory"),
         (["up", "--host", "0.0.0.0"], "api_key"),
         (["trace"], "missing argument"),

@@ -25,6 +25,7 @@ from moonpool.config.schema import (
     PlacementSettings,
     RouterMode,
     RouterSettings,
+    StoreSettings,
     TelemetrySettings,
     WorkerSettings,
     default_data_dir,
@@ -262,7 +263,7 @@ def test_the_example_file_shows_every_key_but_those_for_breaking_things() -> Non
     sections = (ClusterConfig, NatsSettings, RouterSettings, PlacementSettings, WorkerSettings)
     hidden = {
         key
-        for section in (*sections, TelemetrySettings)
+        for section in (*sections, StoreSettings, TelemetrySettings)
         for key in section.model_fields
         if not re.search(rf"^(# )?{key} = |^\[+(router\.)?{key}\]", text, re.MULTILINE)
     }

@@ -130,7 +130,8 @@ async def answers_without_faults(config: ClusterConfig, cases: Sequence[Case]) -
                 WorkerGroup(role="decode", settings=group.settings)
                 for group in config.workers
                 if group.role != "prefill"
-            )[:1]
+            )[:1],
+            "stores": (),
         }
     )
     expected: dict[str, Sequence[int]] = {}
