@@ -118,6 +118,15 @@ class SegmentIndex:
             segment.num_live -= 1
         return place
 
+    def remove_all(self) -> int:
+        """No block is live any more; how many were."""
+        num_blocks = len(self._place_by_hash)
+        self._place_by_hash.clear()
+        for segment in self._segments.values():
+            segment.hashes = [None] * segment.num_slots
+            segment.num_live = 0
+        return num_blocks
+
     def remove_segment(self, number: int) -> list[BlockHash]:
         """The blocks that are gone with it, in order of writing."""
         segment = self._segments.pop(number)

@@ -136,13 +136,11 @@ class SegmentLog:
             except OSError as error:
                 raise unusable(path, explain(error)) from error
             table = SegmentTable(io, threads, books, rare_log)
-            for error in filter(None, errors):
+            for unreadable in filter(None, errors):
                 books.num_read_errors += 1
-                rare_log.warning("disk_segment_unreadable", problem=explain(error))
-            for segment in sorted(scanned, key=lambda segment: segment.number):
-                table.adopt(segment)
-                books.num_corrupt_footers += segment.num_corrupt
-                books.num_torn_records += segment.num_torn
+                rare_log.warning("disk_segment_unreadable", problem=explain(unreadable))
+            # In a thread: it is long for many blocks, and nobody else has the table yet.
+            await threads.run(partial(table.adopt, scanned))
             scanned.clear()
             for found in table.index.segments():
                 table.retire_if_empty(found.number)
@@ -256,15 +254,12 @@ class SegmentLog:
     async def clear(self) -> int:
         assert not self._is_closed
         self._writer.forget(None)
-        index = self._table.index
-        hashes = [block_hash for block_hash, _ in index.contents()]
-        for block_hash in hashes:
-            index.remove(block_hash)
+        num_blocks = self._table.index.remove_all()
         async with self._turn:
             running = self._writer.clear()
         if running:
             await asyncio.wait(running)
-        return len(hashes)
+        return num_blocks
 
     def health(self) -> LogHealth:
         return self._writer.pause.health(self._clock.now())

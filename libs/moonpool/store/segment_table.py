@@ -58,14 +58,17 @@ class SegmentTable:
         self._log = rare_log
         self._handles: dict[int, Handle] = {}
 
-    def adopt(self, scanned: ScannedSegment) -> None:
-        """Take over a segment that was found; in order of their numbers."""
-        number = scanned.number
-        self._handles[number] = Handle(number=number, fd=scanned.fd)
-        self.index.add_segment(number, scanned.num_slots)
-        for found in scanned.records:
-            place = Place(number, found.slot, found.record.tag)
-            self.index.put(found.record.block_hash, place)
+    def adopt(self, segments: Iterable[ScannedSegment]) -> None:
+        """Take over what a scan has found, before anything else is done here."""
+        for scanned in sorted(segments, key=lambda segment: segment.number):
+            number = scanned.number
+            self._handles[number] = Handle(number=number, fd=scanned.fd)
+            self.index.add_segment(number, scanned.num_slots)
+            for found in scanned.records:
+                place = Place(number, found.slot, found.record.tag)
+                self.index.put(found.record.block_hash, place)
+            self._books.num_corrupt_footers += scanned.num_corrupt
+            self._books.num_torn_records += scanned.num_torn
 
     async def create(self, number: int) -> None:
         """A new segment, which becomes the open one.

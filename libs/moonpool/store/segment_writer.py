@@ -119,7 +119,11 @@ class SegmentWriter:
             pass
 
     async def write(self, records: Sequence[BlockRecord], wanted: set[BlockHash]) -> str:
-        """Append those that are wanted and not there, which are distinct; why some were not, or the empty string."""
+        """Append those that are wanted and not there; all are distinct.
+
+        Returns:
+            Why some are not there, or the empty string.
+        """
         queue = deque(records)
         has_given_way = False
         while self._skip(queue, wanted):
