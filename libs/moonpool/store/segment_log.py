@@ -138,7 +138,7 @@ class SegmentLog:
             table = SegmentTable(io, threads, books, rare_log)
             for unreadable in filter(None, errors):
                 books.num_read_errors += 1
-                rare_log.warning("disk_segment_unreadable", problem=explain(unreadable))
+                rare_log.warning("store.disk_segment_unreadable", problem=explain(unreadable))
             # In a thread: it is long for many blocks, and nobody else has the table yet.
             await threads.run(partial(table.adopt, scanned))
             scanned.clear()
@@ -308,7 +308,7 @@ class SegmentLog:
         self._table.index.remove(read.block_hash)
         self._table.bury([place])
         problem = "its digests do not match" if read.error is None else explain(read.error)
-        self._log.warning("disk_record_dropped", outcome=read.outcome.value, problem=problem)
+        self._log.warning("store.disk_record_dropped", outcome=read.outcome.value, problem=problem)
         self._on_dropped([read.block_hash], _DROP_REASONS[read.outcome])
 
 

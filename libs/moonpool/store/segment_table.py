@@ -155,7 +155,7 @@ class SegmentTable:
             self._books.written_bytes += ALIGNMENT * len(slots)
             if error is not None:
                 self._books.num_write_errors += 1
-                self._log.warning("disk_drop_not_marked", problem=explain(error))
+                self._log.warning("store.disk_drop_not_marked", problem=explain(error))
 
         return self._threads.start(partial(self._io.bury, handle.fd, slots), on_done)
 
@@ -174,7 +174,7 @@ class SegmentTable:
     def _on_removed(self, error: OSError | None) -> None:
         if error is not None:
             self._books.num_write_errors += 1
-            self._log.warning("disk_segment_not_removed", problem=explain(error))
+            self._log.warning("store.disk_segment_not_removed", problem=explain(error))
 
     def _close(self, handle: Handle) -> None:
         # Whatever close() says, the descriptor is gone, and what was not written a read will notice.

@@ -342,7 +342,7 @@ class SegmentWriter:
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._log.warning("disk_segment_not_removed", problem=explain(error))
+            self._log.warning("store.disk_segment_not_removed", problem=explain(error))
             return
         self.foreign_bytes -= segment.num_bytes
 
@@ -367,5 +367,5 @@ class SegmentWriter:
 
     def _paused(self, problem: str) -> str:
         self._pause.fail(self._clock.now(), problem)
-        self._log.warning("disk_writes_paused", problem=problem)
+        self._log.warning("store.disk_writes_paused", problem=problem)
         return problem
