@@ -18,7 +18,7 @@ Rules
 - What is told is the leading run of the chain that lies in the arena, is held, and has been verified.
 - A get holds every block of its run from the start, so nothing of it is evicted while the rest is loaded.
 - The disk is read as far as there is room in the arena and in its queue, and not at all while its breaker
-  is open: then the run ends where HOST does.
+  is open: then the run ends where HOST does, and nobody joins those that wait for it.
 - The disk is slow if it brings nothing within a get's patience. If it brings something, it is only busy.
 """
 
@@ -164,7 +164,7 @@ class Gets:
         self.num_failed_loads += num_failed
         if num_failed:
             reads.failed(now)
-        elif now - begun_at <= self._config.load_patience_s:
+        elif now - begun_at < self._config.load_patience_s:
             self._came_at = now
             reads.succeeded(now)
         else:
@@ -180,11 +180,16 @@ class Gets:
         pending: dict[int, int] = {}
         staged: list[int] = []
         lacking: list[int] = []
+        is_disk_well = disk.reads.state(now) is BreakerState.CLOSED
+        is_short = False
         for position, block_hash in enumerate(hashes):
             block_id = find(block_hash)
             if block_id is None:
                 loading = loads.find(block_hash)
                 if loading is not None:
+                    if not is_disk_well:
+                        is_short = True
+                        break
                     load, block_id = loading
                     pending.setdefault(load.load_id, position)
                     staged.append(position)
@@ -204,9 +209,9 @@ class Gets:
             staged=staged,
             pending=pending,
             begun_at=now,
-            is_short=num_stageable < len(lacking),
+            is_short=is_short or num_stageable < len(lacking),
         )
-        if get.is_short:
+        if num_stageable < len(lacking):
             end = lacking[num_stageable]
             catalogue.host.release(
                 [block_id for block_id in block_ids[end:] if block_id != NOT_IN_ARENA], is_use=False

@@ -196,8 +196,8 @@ class HostTier:
         return self._evict(num_blocks, None, range(len(self._shares)))
 
     def clear(self) -> list[BlockHash]:
-        """Forget every idle block, pinned ones too; what has gone."""
-        block_ids = [b for b in self._block_by_hash.values() if self._pool.is_idle(b)]
+        """Forget every idle block, pinned ones too, the newest first; what has gone."""
+        block_ids = [b for b in reversed(self._block_by_hash.values()) if self._pool.is_idle(b)]
         for block_id in block_ids:
             self._dequeue(block_id)
         return self._forget(block_ids)

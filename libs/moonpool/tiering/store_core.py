@@ -31,6 +31,7 @@ and moves no block between nodes (tiering/homes.py, tiering/replicas.py).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Final
 
@@ -103,7 +104,7 @@ class StoreCore:
         )
         self._is_draining = False
         #: With fewer free blocks eviction starts; it ends with this many.
-        self._min_free = int(config.num_blocks * (1.0 - config.high_water))
+        self._min_free = config.num_blocks - math.ceil(config.num_blocks * config.high_water)
         self._spare = self._min_free + int(config.num_blocks * config.evict_share)
 
     # -- the interface --

@@ -10,7 +10,7 @@ It is full at the start, since nobody knows what was written before.
 from __future__ import annotations
 
 _DAY_S = 86_400.0
-_BURST_SHARE = 1.0 / 12.0
+_BURSTS_PER_DAY = 12
 
 
 class WriteBudget:
@@ -23,7 +23,7 @@ class WriteBudget:
     def __init__(self, bytes_per_day: int | None) -> None:
         self._is_limited = bytes_per_day is not None
         num_bytes = float(bytes_per_day or 0)
-        self._burst_bytes = num_bytes * _BURST_SHARE
+        self._burst_bytes = num_bytes / _BURSTS_PER_DAY
         self._bytes_per_s = (num_bytes - self._burst_bytes) / _DAY_S
         self._left_bytes = self._burst_bytes
         #: When `_left_bytes` was right; None: before the first look.

@@ -1,0 +1,209 @@
+"""StoreCore: what is written to disk, and when it is not."""
+
+from __future__ import annotations
+
+from moonpool.core.protocol import ClearCache
+from moonpool.kv.events import AllBlocksCleared
+from moonpool.tiering.breaker import BreakerConfig, BreakerState
+from moonpool.tiering.config import DiskAdmission
+from moonpool.tiering.protocol import (
+    BlocksWritten,
+    DiskContents,
+    DiskDropped,
+    DropBlocks,
+    WriteBlocks,
+)
+
+from support.store import (
+    BLOCK_BYTES,
+    Store,
+    chain,
+    ids,
+    make_frame,
+    removed,
+    stored,
+    written,
+)
+
+_DAY_S = 86_400.0
+
+
+def _write(write_id: int, tokens: str, *block_ids: int, first: int = 0) -> WriteBlocks:
+    blocks = tuple(zip(chain(tokens)[first:], ids(*block_ids), strict=True))
+    return WriteBlocks(write_id=write_id, blocks=blocks)
+
+
+def _budget(num_blocks: float) -> int:
+    """Bytes a day of which so many blocks can be written at a time."""
+    return int(num_blocks * BLOCK_BYTES * 12)
+
+
+def test_what_a_put_brings_is_written_and_held_meanwhile() -> None:
+    store = Store(has_disk=True)
+    frame = store.put("abc")
+    assert frame == make_frame(
+        work=(_write(1, "abc", 0, 1, 2),), events=(stored("abc"),), referenced=3
+    )
+    assert store.say(written(frame.disk_work[0])) == make_frame(cached=3)
+    assert store.core.stats(0.0).num_disk_blocks == 3
+    # Here already: neither written again nor published again.
+    assert store.put("abc").disk_work == ()
+    assert store.get("abc") == 3
+
+
+def test_without_a_disk_nothing_is_written() -> None:
+    store = Store(has_disk=False)
+    assert store.put("abc").disk_work == ()
+
+
+def test_writes_are_bounded_in_size_and_number() -> None:
+    store = Store(has_disk=True, max_write_blocks=2, max_writes=2)
+    frame = store.put("abcdef")
+    assert frame.disk_work == (_write(1, "ab", 0, 1), _write(2, "abcd", 2, 3, first=2))
+    assert frame.ledger.num_referenced == 4
+    frame = store.say(written(frame.disk_work[1]))
+    assert frame.disk_work == (_write(3, "abcdef", 4, 5, first=4),)
+
+
+def test_a_block_that_waits_to_be_written_is_not_held() -> None:
+    store = Store(num_blocks=4, has_disk=True, max_write_blocks=2, max_writes=1)
+    frame = store.put("abcd")
+    assert store.offer("x", 1).cache_events == (removed("abcd", 3),)
+    assert store.say(written(frame.disk_work[0])).disk_work == (
+        _write(2, "abc", 2, first=2),
+    )
+
+
+def test_a_failed_write_is_counted_and_changes_nothing_else() -> None:
+    store = Store(has_disk=True)
+    (write,) = store.put("abc").disk_work
+    assert isinstance(write, WriteBlocks)
+    kept = BlocksWritten(write_id=write.write_id, hashes=chain("a"))
+    assert store.say(kept) == make_frame(cached=3)
+    assert store.say(kept) == make_frame(cached=3)
+    stats = store.core.stats(0.0)
+    assert (stats.num_written_blocks, stats.num_failed_write_blocks) == (1, 2)
+    assert stats.num_disk_blocks == 1
+    # When it is used again it is a candidate again.
+    frame = store.lock("abc", 1)
+    assert frame.disk_work == (_write(2, "abc", 1, 2, first=1),)
+
+
+def test_what_a_write_is_said_to_have_kept_beside_its_blocks_is_ignored() -> None:
+    store = Store(has_disk=True)
+    store.put("ab")
+    store.say(BlocksWritten(write_id=1, hashes=chain("abxy")))
+    assert store.core.stats(0.0).num_disk_blocks == 2
+
+
+def test_failing_writes_stop_and_are_tried_again() -> None:
+    store = Store(
+        num_blocks=8,
+        has_disk=True,
+        max_writes=1,
+        disk_breaker=BreakerConfig(num_failures=2, within_s=10.0, open_s=2.0),
+    )
+    for tokens in ("a", "b"):
+        (write,) = store.put(tokens).disk_work
+        assert isinstance(write, WriteBlocks)
+        store.say(BlocksWritten(write_id=write.write_id, hashes=()))
+    assert store.core.stats(0.0).disk_writes is BreakerState.OPEN
+    assert store.put("c").disk_work == ()
+    assert store.core.next_due() == 2.0
+    (probe,) = store.wait(2.0).disk_work
+    assert probe == _write(3, "c", 2)
+    assert store.core.next_due() is None
+    store.say(written(probe))
+    assert store.core.stats(store.now).disk_writes is BreakerState.CLOSED
+
+
+def test_what_is_in_host_and_leaves_the_disk_stays_published() -> None:
+    store = Store(num_blocks=4, has_disk=True)
+    store.put_to_disk("ab")
+    assert store.say(DiskDropped(hashes=chain("ab"))) == make_frame(total=4, cached=2)
+    assert store.offer("wxyz", 1).cache_events == (removed("ab", 0),)
+    assert store.core.stats(0.0).num_reclaimed_blocks == 2
+
+
+def test_what_is_on_disk_and_leaves_host_stays_published_until_it_leaves_that_too() -> None:
+    store = Store(num_blocks=4, has_disk=True)
+    store.put_to_disk("ab")
+    assert store.offer("wxyz", 1).cache_events == ()
+    assert store.say(DiskDropped(hashes=chain("ab")[1:])).cache_events == (removed("ab", 1),)
+    assert store.say(DiskDropped(hashes=chain("ab")[1:])).cache_events == ()
+
+
+def test_what_the_scan_finds_twice_or_finds_here_is_published_once() -> None:
+    store = Store(has_disk=True)
+    store.put("ab")
+    frame = store.say(DiskContents(hashes=chain("abc") + chain("c")))
+    assert [event.hashes for event in frame.cache_events] == [chain("abc")[2:] + chain("c")]  # type: ignore[union-attr]  # BlockStored
+    assert store.core.stats(0.0).num_disk_blocks == 4
+
+
+def test_clearing_drops_what_is_on_disk_too() -> None:
+    store = Store(has_disk=True)
+    store.put_to_disk("ab")
+    store.drop_from_host()
+    store.put_to_disk("x")
+    frame = store.say(ClearCache())
+    assert frame == make_frame(
+        work=(DropBlocks(hashes=chain("ab") + chain("x")),), events=(AllBlocksCleared(),)
+    )
+    assert store.get("ab") == 0
+
+
+def test_what_is_being_written_outlives_a_clearing_as_every_referenced_block_does() -> None:
+    store = Store(has_disk=True)
+    (write,) = store.put("ab").disk_work
+    assert store.say(ClearCache()) == make_frame(referenced=2)
+    assert store.say(written(write)) == make_frame(cached=2)
+    assert store.core.stats(0.0).num_disk_blocks == 2
+
+
+def test_the_second_hit_is_written() -> None:
+    store = Store(has_disk=True, admission=DiskAdmission.SECOND_HIT)
+    assert store.put("abc").disk_work == ()
+    assert store.put("abcd").disk_work == ()
+    # Only what was asked for again, not what stands behind it.
+    assert store.lock("ab", 1).disk_work == (_write(1, "ab", 0, 1),)
+    assert store.core.stats(0.0).num_unadmitted_blocks == 4
+
+
+def test_what_was_lost_and_comes_again_has_been_seen_twice() -> None:
+    store = Store(has_disk=True, admission=DiskAdmission.SECOND_HIT)
+    store.put("abc")
+    store.drop_from_host()
+    assert len(store.put("abc").disk_work) == 1
+
+
+def test_nothing_is_written_beyond_the_budget() -> None:
+    store = Store(has_disk=True, admission=DiskAdmission.ALL, write_budget_bytes_per_day=_budget(2))
+    assert store.put("abc").disk_work == (_write(1, "ab", 0, 1),)
+    store.say(BlocksWritten(write_id=1, hashes=chain("ab")))
+    assert store.put("xy").disk_work == ()
+    assert store.core.stats(0.0).write_budget_bytes == 0
+    assert store.core.stats(0.0).write_budget_max_bytes == 2 * BLOCK_BYTES
+    # It fills in a day by what is not in the bucket, and the bucket holds no more than it does.
+    store.wait(_DAY_S / 10)
+    assert store.core.stats(store.now).write_budget_bytes == 2 * BLOCK_BYTES
+    assert store.put("z").disk_work != ()
+
+
+def test_the_less_is_left_of_the_budget_the_more_often_a_block_must_have_been_seen() -> None:
+    store = Store(
+        num_blocks=16,
+        has_disk=True,
+        admission=DiskAdmission.BUDGET,
+        write_budget_bytes_per_day=_budget(8),
+    )
+    store.put_to_disk("abcde")
+    assert store.core.stats(0.0).write_budget_bytes == 3 * BLOCK_BYTES
+    # Below a half: at the second hit.
+    assert store.put("xyz").disk_work == ()
+    frame = store.lock("xy", 1)
+    assert frame.disk_work == (_write(2, "xy", 5, 6),)
+    store.say(written(frame.disk_work[0]))
+    # Below a quarter: at the third.
+    assert store.lock("xyz", 2).disk_work == ()
+    assert store.lock("xyz", 3).disk_work == (_write(3, "xyz", 7, first=2),)
