@@ -54,12 +54,13 @@ class Up:
 
 
 @contextmanager
-def up(model: Path, data_dir: Path) -> Iterator[Up]:
+def up(model: Path, data_dir: Path, *more: str) -> Iterator[Up]:
     process = subprocess.Popen(
         [
             *COMMAND,
             *("up", "--json", "--model", str(model), "--dtype", "float32"),
             *("--port", "0", "--grpc-port", "0", "--kv-cache-memory-bytes", "16MiB"),
+            *more,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,10 +91,13 @@ def descendants(pid: int) -> set[int]:
 
 
 def test_a_cluster_from_start_to_ctrl_c(model: Path, tmp_path: Path) -> None:
-    with up(model, tmp_path) as cluster:
+    stores = ("--stores", "1", "--host-size", "16MiB", "--ssd", str(tmp_path / "absent"))
+    with up(model, tmp_path, *stores) as cluster:
         events = cluster.events_until("ready")
         parts = {event["part"] for event in events if event["event"] == "part"}
-        assert parts == {"nats", "router", "prefill-0", "decode-0"}
+        assert parts == {"nats", "router", "prefill-0", "decode-0", "store-0"}
+        (warning,) = (event["warning"] for event in events if "warning" in event)
+        assert str(tmp_path / "absent") in warning
         ready = events[-1]
         assert ready["model"] == "tiny"
         assert [run.model for run in running_clusters(tmp_path)] == ["tiny"]
@@ -103,6 +107,7 @@ def test_a_cluster_from_start_to_ctrl_c(model: Path, tmp_path: Path) -> None:
         assert {worker["worker_id"] for worker in status.json["workers"]} == {
             "prefill-0",
             "decode-0",
+            "store-0",
         }
         assert all(worker["ledger"]["is_quiet"] for worker in status.json["workers"])
         assert "ready" in cluster.cli("status").out
@@ -133,10 +138,16 @@ def test_a_cluster_from_start_to_ctrl_c(model: Path, tmp_path: Path) -> None:
         assert f"pid {cluster.process.pid}" in second.err
 
         below = descendants(cluster.process.pid)
-        assert len(below) >= 6
+        assert len(below) >= 7
         cluster.process.send_signal(signal.SIGINT)
-        names = [event["event"] for event in cluster.events_until("stopped")]
-        assert names[0] == "draining"
+        last = cluster.events_until("stopped")
+        assert last[0]["event"] == "draining"
+        ended = [event["part"] for event in last if event.get("state") == "stopped"]
+        assert (ended[0], set(ended[1:3]), ended[3:]) == (
+            "router",
+            {"prefill-0", "decode-0"},
+            ["store-0"],
+        )
         assert cluster.process.wait(_STOP_S) == EXIT_OK
         assert all(wait_for_exit(pid, timeout_s=1) for pid in below)
         assert running_clusters(tmp_path) == ()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from moonpool.cli.doctor_checks import Finding, Severity, Task, check_ssd
-from moonpool.cli.ssd_probe import own_directory_problem, probe_ssd
+from moonpool.cli.ssd_probe import own_directory_problem
+from moonpool.cli.terminal import Glyphs
 from moonpool.cli.up import UpOptions, with_store_count
 from moonpool.cli.up_view import Board, headline, short_detail
 from moonpool.cluster.part import PartEvent, PartState
@@ -50,10 +53,17 @@ def test_stores_are_shown() -> None:
     config = ClusterConfig.model_validate({"stores": 1})
     assert headline(config).endswith("1 prefill + 1 decode + 1 store")
     assert headline(ClusterConfig.model_validate({"stores": 2})).endswith("+ 2 stores")
-    assert "store-0" in Board(config, now=0.0)._rows
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(Board(config, now=0.0).render(Glyphs(is_unicode=False), now=0.0))
+    assert isinstance(console.file, io.StringIO)
+    assert "store-0" in console.file.getvalue()
     facts = "grpc_address=127.0.0.1:1 incarnation=x memory=1.0GiB ssd=off"
     event = PartEvent(part="store-0", state=PartState.READY, detail=facts)
     assert short_detail(event) == "127.0.0.1:1, memory 1.0GiB, ssd off"
+    told = replace(event, warning="the SSD directory /x cannot be used: it is read-only")
+    assert short_detail(told) == (
+        "127.0.0.1:1, memory 1.0GiB, ssd off; the SSD directory /x cannot be used: it is read-only"
+    )
 
 
 # -- doctor --
@@ -111,11 +121,3 @@ def test_without_stores_or_disks_there_is_little_to_say() -> None:
     assert findings(ClusterConfig()) == []
     (found,) = findings(ClusterConfig.model_validate({"stores": 1}))
     assert (found.severity, "memory only" in found.message) == (Severity.INFO, True)
-
-
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", no_room)
-    assert probe_ssd(tmp_path).problem == "writing fails: No space left on device"

@@ -143,7 +143,10 @@ class JsonView:
         self._started = clock()
 
     def on_part(self, event: PartEvent) -> None:
-        self._say("part", part=event.part, state=event.state.value, detail=event.detail)
+        warning = {"warning": event.warning} if event.warning else {}
+        self._say(
+            "part", part=event.part, state=event.state.value, detail=event.detail, **warning
+        )
 
     def on_ready(self, facts: ClusterFacts) -> None:
         self._say(
@@ -298,4 +301,4 @@ def short_detail(event: PartEvent) -> str:
     facts = dict(word.split("=", 1) for word in text.split() if "=" in word)
     shown = [facts[key] for key in ("grpc_address", "http_url") if key in facts]
     shown += [f"{key} {facts[key]}" for key in ("memory", "ssd") if key in facts]
-    return ", ".join(shown) or text
+    return "; ".join(filter(None, (", ".join(shown) or text, event.warning)))

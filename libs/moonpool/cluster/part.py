@@ -24,7 +24,7 @@ from pathlib import Path
 from moonpool.cluster.process import ChildProcess
 from moonpool.config.process import ProcessConfig, RouterConfig, write_document
 from moonpool.errors import UnavailableError
-from moonpool.service.ready import ReadyPipe, ReadyReport
+from moonpool.service.ready import WARNING_FACT, ReadyPipe, ReadyReport
 
 
 class PartState(enum.StrEnum):
@@ -42,6 +42,8 @@ class PartEvent:
     part: str
     state: PartState
     detail: str = ""
+    #: READY: what is not as it was asked for, one sentence; empty if nothing.
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +217,11 @@ class Part:
         finally:
             pipe.close()
         self.spec = replace(self.spec, document=_on_same_ports(self.spec.document, self._report))
+        facts = self._report.facts
         await self._set(
-            PartState.READY, " ".join(f"{key}={fact}" for key, fact in self._report.facts.items())
+            PartState.READY,
+            " ".join(f"{key}={fact}" for key, fact in facts.items() if key != WARNING_FACT),
+            warning=str(facts.get(WARNING_FACT, "")),
         )
         status = await self._process.wait()
         # Its engine dies with it; nothing of this life may meet the next.
@@ -245,12 +250,14 @@ class Part:
         )
         return document.model_copy(update={"common": common})
 
-    async def _set(self, state: PartState, detail: str) -> None:
+    async def _set(self, state: PartState, detail: str, *, warning: str = "") -> None:
         async with self._changed:
             self._state = state
             self._detail = detail
             self._changed.notify_all()
-        self._on_event(PartEvent(part=self.name, state=state, detail=detail))
+        self._on_event(
+            PartEvent(part=self.name, state=state, detail=detail, warning=warning)
+        )
 
     def _log_tail(self) -> str:
         return self._process.log_tail() if self._process is not None else "(never started)"

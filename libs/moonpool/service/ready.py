@@ -15,6 +15,9 @@ from moonpool.errors import UnavailableError
 
 READY_FD_ENV = "MOONPOOL_READY_FD"
 
+#: Key of a sentence about what is not as it was asked for, although the process serves.
+WARNING_FACT = "warning"
+
 _MAX_LINE_BYTES = 4_096
 
 

@@ -34,6 +34,7 @@ from moonpool.kv.layout import KvLayout
 from moonpool.native import Kernels, kernels
 from moonpool.rpc.server import RpcServer
 from moonpool.service.life import Life, ReadyFacts
+from moonpool.service.ready import WARNING_FACT
 from moonpool.store.base import BlockLog, DropReason, OnDropped
 from moonpool.store.directory import Directory
 from moonpool.store.log_identity import LogIdentity
@@ -218,6 +219,7 @@ class StoreService:
             **parts.facts,
             "memory": _size(layout.pool_bytes),
             "ssd": _size(config.store.ssd_bytes) if disk is not None else "off",
+            **({WARNING_FACT: self._problem} if self._problem else {}),
         }
 
     async def announce_drain(self) -> None:
