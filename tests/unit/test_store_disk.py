@@ -11,6 +11,8 @@ from moonpool.tiering.protocol import (
     DiskContents,
     DiskDropped,
     DropBlocks,
+    Pin,
+    PinKind,
     WriteBlocks,
 )
 
@@ -175,6 +177,23 @@ def test_what_was_lost_and_comes_again_has_been_seen_twice() -> None:
     store.put("abc")
     store.drop_from_host()
     assert len(store.put("abc").disk_work) == 1
+
+
+def test_what_is_pinned_or_was_asked_for_again_is_written_once_more_before_it_goes() -> None:
+    store = Store(num_blocks=16, has_disk=True, write_budget_bytes_per_day=_budget(16))
+    store.put_to_disk("abcdefgh")
+    store.put_to_disk("xy")
+    store.get("ab")
+    store.get("a")
+    store.say(Pin(pin_id=1, kind=PinKind.SOFT, hashes=chain("xy"), ttl_s=60.0))
+    hashes = chain("abcdefgh") + chain("xy")
+    assert store.core.keep_on_disk(hashes, 0.0) == chain("xy") + chain("ab")
+    assert store.core.stats(0.0).write_budget_bytes == 2 * BLOCK_BYTES
+    # No more than half of them, nor than the budget allows.
+    assert store.core.keep_on_disk(chain("xy"), 0.0) == chain("x")
+    assert store.core.keep_on_disk((), 0.0) == ()
+    assert store.core.keep_on_disk(hashes, 0.0) == chain("x")
+    assert store.core.keep_on_disk(hashes, 0.0) == ()
 
 
 def test_nothing_is_written_beyond_the_budget() -> None:

@@ -85,6 +85,27 @@ class DiskTier:
         """These lie here no more; those that did."""
         return [h for h in hashes if self._owners.pop(h, None) is not None]
 
+    def keep(
+        self, hashes: Sequence[BlockHash], is_pinned: Callable[[BlockHash], bool], now: float
+    ) -> tuple[BlockHash, ...]:
+        """Of blocks whose segment is about to be reclaimed: which to write once more, the best first.
+
+        What is pinned, and then what was asked for again, most often first; no more than half of them, since
+        else the log would only turn round, and no more than the budget allows.
+        """
+        num_most = len(hashes) // 2
+        num_affordable = self.budget.num_affordable(self._config.block_bytes, now)
+        if num_affordable is not None:
+            num_most = min(num_most, num_affordable)
+        counts = self._sketch.counts(hashes)
+        num_needed = max(self._num_needed_sightings(now), 2)
+        order = np.argsort(-counts.astype(np.int16), kind="stable").tolist()
+        pinned = [hashes[i] for i in order if is_pinned(hashes[i])]
+        hot = [hashes[i] for i in order if counts[i] >= num_needed and not is_pinned(hashes[i])]
+        kept = (*pinned, *hot)[:num_most]
+        self.budget.take(len(kept) * self._config.block_bytes, now)
+        return kept
+
     # -- what is written --
 
     @property

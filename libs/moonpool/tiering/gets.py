@@ -149,7 +149,8 @@ class Gets:
         if bad:
             self._catalogue.disk_dropped(bad)
             self._frame.do(DropBlocks(hashes=bad))
-        self._judge(load.begun_at, num_failed=len(missing) if not bad else 0, now=now)
+        has_failed = bool(missing) and missing[0] not in bad
+        self._judge(load.begun_at, num_failed=len(missing) if has_failed else 0, now=now)
         for read_id in load.waiting:
             get = self._gets[read_id]
             del get.pending[load.load_id]

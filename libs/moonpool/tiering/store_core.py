@@ -25,14 +25,15 @@ Rules
 Life of a block: read for a put -> found -> [written] -> evicted from HOST -> [loaded -> found -> ...]
 -> reclaimed with its segment of the log.
 
-What it deliberately does not do: it does not choose what the log drops (whole segments, the oldest first),
-and moves no block between nodes (tiering/homes.py, tiering/replicas.py).
+What it deliberately does not do: it does not choose which segment the log reclaims (the oldest), only what of
+it is written once more; and it moves no block between nodes (tiering/homes.py, tiering/replicas.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from moonpool.core.protocol import (
@@ -167,6 +168,14 @@ class StoreCore:
             self._disk.next_due(),
         )
         return min((time for time in times if time is not None), default=None)
+
+    def keep_on_disk(self, hashes: Sequence[BlockHash], now: float) -> tuple[BlockHash, ...]:
+        """The log is about to reclaim a segment with these blocks: which of them to write once more.
+
+        The best first, at most half of them; what is returned is on the write budget. All others are to be
+        told as dropped.
+        """
+        return self._disk.keep(hashes, lambda h: self._pins.kind(h) is not None, now)
 
     def take_frame(self) -> StoreFrame:
         """What has happened since the last frame."""
