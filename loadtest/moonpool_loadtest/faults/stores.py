@@ -86,6 +86,7 @@ async def run_outlives_workers(lab: FaultLab) -> FaultReport:
     outcomes = [await lab.client.ask(first)]
     problems = await _kept(lab, first)
     problems += await _restart(lab, *lab.cluster.worker_ids)
+    problems += await _known(lab, first)
     before = await lab.cluster.store_report(STORE)
     outcomes += await lab.client.ask_all(followers)
     after = await lab.cluster.store_report(STORE)
@@ -102,6 +103,7 @@ async def run_outlives_itself(lab: FaultLab) -> FaultReport:
     outcomes = [await lab.client.ask(first)]
     problems = await _kept(lab, first)
     problems += await _restart(lab, STORE, *lab.cluster.worker_ids)
+    problems += await _known(lab, first)
     outcomes += await lab.client.ask_all(followers)
     report = await lab.cluster.store_report(STORE)
     if not report.stats.num_hit_disk_blocks:
@@ -168,7 +170,7 @@ def _judge(
 
 
 async def _kept(lab: FaultLab, case: Case) -> list[str]:
-    """The store has the prompt's full blocks in memory and on disk, and the router knows; else what is wrong."""
+    """The store has as many blocks as the prompt in memory and on disk; else what is wrong."""
     num_blocks = len(case.prompt) // _BLOCK_SIZE
 
     async def is_kept() -> bool:
@@ -179,6 +181,13 @@ async def _kept(lab: FaultLab, case: Case) -> list[str]:
             and stats.num_unwritten_blocks == 0
         )
 
+    return await within(_KEPT_S, f"the store keeps {num_blocks} blocks", is_kept)
+
+
+async def _known(lab: FaultLab, case: Case) -> list[str]:
+    """The router knows that the store has at least so many blocks as the prompt; else what is wrong."""
+    num_blocks = len(case.prompt) // _BLOCK_SIZE
+
     async def is_known() -> bool:
         stats = await lab.cluster.cache_stats()
         return any(
@@ -186,8 +195,7 @@ async def _kept(lab: FaultLab, case: Case) -> list[str]:
             for worker in stats.workers
         )
 
-    problems = await within(_KEPT_S, f"the store keeps {num_blocks} blocks", is_kept)
-    return problems + await within(_KEPT_S, "the router knows", is_known)
+    return await within(_KEPT_S, "the router knows", is_known)
 
 
 async def _restart(lab: FaultLab, *names: str) -> list[str]:

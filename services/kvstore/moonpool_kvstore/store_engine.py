@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -129,6 +129,7 @@ class StoreEngine:
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._puts: dict[AttemptId, _Put] = {}
         self._put_numbers = itertools.count(1)
+        self._num_late_puts = 0
         self._on_put: OnChain | None = None
         self._on_lent: OnChain | None = None
         #: Chains of locks that were asked for and not answered, by their read id.
@@ -157,15 +158,17 @@ class StoreEngine:
             for put in self._puts.values():
                 if put.timer is not None:
                     put.timer.cancel()
-                put.answered.cancel()
+                if not put.answered.done():
+                    put.answered.set_exception(_not_ready())
 
     async def wait_running(self) -> None:
         """Until `run` has begun."""
         await self._is_running.wait()
 
     def stats(self) -> StoreStats:
-        """What the core has counted, as of now."""
-        return self._core.stats(self._clock.now())
+        """What has been counted, as of now."""
+        stats = self._core.stats(self._clock.now())
+        return replace(stats, num_expired_puts=stats.num_expired_puts + self._num_late_puts)
 
     def send(self, command: Command | StoreCommand) -> None:
         """Give the core a command; never waits. Dropped while `run` does not run."""
@@ -189,7 +192,7 @@ class StoreEngine:
             UnavailableError: This node stops.
         """
         if self._tasks is None:
-            raise UnavailableError("The store is starting or stopping.", code="store_not_ready")
+            raise _not_ready()
         number = next(self._put_numbers)
         attempt_id = AttemptId(RequestId(f"put-{number}"), 1)
         put = self._puts[attempt_id] = _Put(
@@ -296,6 +299,7 @@ class StoreEngine:
 
     def _give_up_put(self, attempt_id: AttemptId) -> None:
         log.info("store.put_late", attempt=str(attempt_id))
+        self._num_late_puts += 1
         self.send(Abort(attempt_id=attempt_id))
         self._on_event(AttemptAborted(attempt_id=attempt_id))
 
@@ -364,3 +368,7 @@ class StoreEngine:
     async def _drop(self, work: DropBlocks) -> None:
         assert self._disk is not None
         await self._disk.drop(work.hashes)
+
+
+def _not_ready() -> UnavailableError:
+    return UnavailableError("The store is starting or stopping.", code="store_not_ready")
