@@ -42,9 +42,9 @@ class IoThreads:
         errors = [future.exception() for future in futures if not future.cancelled()]
         if cancelled is not None:
             raise cancelled
-        for error in errors:
-            if error is not None:
-                raise error
+        for failure in errors:
+            if failure is not None:
+                raise failure
         return [future.result() for future in futures]
 
     def start(self, call: Callable[[], T], then: Callable[[T], None]) -> asyncio.Future[T]:

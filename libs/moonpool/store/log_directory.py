@@ -125,10 +125,8 @@ class LogDirectory:
 
 
 def _open_private(path: Path, name: str, parent_fd: int | None) -> int:
-    try:
+    with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent_fd)
-    except FileExistsError:
-        pass
     fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
     status = os.fstat(fd)
     if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:

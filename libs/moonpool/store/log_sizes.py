@@ -22,9 +22,7 @@ class LogSizes:
     slots_per_segment: int
 
     @classmethod
-    def of(
-        cls, capacity_bytes: int, slot_bytes: int, segment_bytes: int | None = None
-    ) -> LogSizes:
+    def of(cls, capacity_bytes: int, slot_bytes: int, segment_bytes: int | None = None) -> LogSizes:
         """Segments of about `segment_bytes`, a 64th of the capacity if None; of one record at least.
 
         Raises:
@@ -40,9 +38,7 @@ class LogSizes:
                 f" four segments of {slots} blocks of this model",
                 code="ssd_too_small",
             )
-        return cls(
-            capacity_bytes=capacity_bytes, slot_bytes=slot_bytes, slots_per_segment=slots
-        )
+        return cls(capacity_bytes=capacity_bytes, slot_bytes=slot_bytes, slots_per_segment=slots)
 
     @property
     def segment_bytes(self) -> int:

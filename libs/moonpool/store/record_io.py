@@ -67,9 +67,7 @@ class RecordIo:
         try:
             num_bytes = read_fully(self.files, fd, buffers, offset)
         except OSError as error:
-            return RecordRead(
-                block_hash=target.block_hash, outcome=ReadOutcome.FAILED, error=error
-            )
+            return RecordRead(block_hash=target.block_hash, outcome=ReadOutcome.FAILED, error=error)
         is_whole = num_bytes == sum(buffer.size for buffer in buffers)
         is_right = is_whole and self._is_right(target, footer, sequence_of(segment, slot))
         return RecordRead(

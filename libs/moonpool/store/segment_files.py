@@ -68,10 +68,10 @@ class PosixFiles:
         return os.fstat(fd).st_size
 
     def preadv(self, fd: int, buffers: Sequence[ByteArray], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
+        return os.preadv(fd, [buffer.data for buffer in buffers], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[ByteArray], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
+        return os.pwritev(fd, [buffer.data for buffer in buffers], offset)
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -114,9 +114,7 @@ def segment_names(folder_fd: int) -> list[str]:
     return sorted(name for name in os.listdir(folder_fd) if _NAME.fullmatch(name))
 
 
-def read_fully(
-    files: SegmentFiles, fd: int, buffers: Sequence[ByteArray], offset: int
-) -> int:
+def read_fully(files: SegmentFiles, fd: int, buffers: Sequence[ByteArray], offset: int) -> int:
     """Fill the buffers as far as the file goes; how many bytes that were."""
     left, done = list(buffers), 0
     while left:

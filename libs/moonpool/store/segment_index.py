@@ -96,7 +96,8 @@ class SegmentIndex:
         """The segment's last slots, all dead, were never reached by a write."""
         segment = self._segments[number]
         first = segment.num_slots - num_slots
-        assert first >= 0 and not any(segment.hashes[first:]), (number, num_slots)
+        assert first >= 0, (number, num_slots)
+        assert not any(segment.hashes[first:]), (number, num_slots)
         del segment.hashes[first:]
         self._num_slots -= num_slots
 
