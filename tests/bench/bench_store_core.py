@@ -90,7 +90,9 @@ def _run(eviction: EvictionName, num_tenants: int) -> None:
         timed.get("DISK", 1_000_000 + number, chains[number])
     print(f"{eviction.value}, {num_tenants} quotas, ms of {NUM_CHAIN_BLOCKS} blocks")
     for what, times_ms in timed.times_ms.items():
-        print(f"    {what:16} median {statistics.median(times_ms):6.2f}  worst {max(times_ms):6.2f}")
+        print(
+            f"    {what:16} median {statistics.median(times_ms):6.2f}  worst {max(times_ms):6.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from moonpool.core.protocol import (
     Abort,
     BlocksFetched,
@@ -33,8 +34,8 @@ from moonpool.core.protocol import (
     UnlockPrefix,
 )
 from moonpool.ids import AttemptId, BlockHash, BlockId
-from moonpool.kv.eviction import EvictionName
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from moonpool.kv.eviction import EvictionName
 from moonpool.tiering.config import DiskAdmission, TenantQuota
 from moonpool.tiering.protocol import (
     NOT_IN_ARENA,
@@ -52,7 +53,6 @@ from moonpool.tiering.protocol import (
     WriteBlocks,
 )
 from moonpool.tiering.store_core import StoreCore
-
 from support.store import BLOCK_BYTES, BLOCK_SIZE, attempt, chain, make_config
 
 #: Few letters, so that chains share beginnings.

@@ -13,8 +13,8 @@ from moonpool.core.protocol import (
     UnlockPrefix,
 )
 from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
-from moonpool.kv.eviction import EvictionName
 from moonpool.kv.events import BlockRemoved, BlockStored, CacheEvent
+from moonpool.kv.eviction import EvictionName
 from moonpool.tiering.config import StoreConfig
 from moonpool.tiering.protocol import (
     BlocksLoaded,
@@ -29,7 +29,6 @@ from moonpool.tiering.protocol import (
     WriteBlocks,
 )
 from moonpool.tiering.store_core import StoreCore
-
 from support.kv import make_chain
 
 BLOCK_SIZE = 16

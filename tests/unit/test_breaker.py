@@ -32,11 +32,11 @@ def test_failures_far_apart_or_not_in_a_row_do_not_open_it() -> None:
     for now in (0.0, 0.6, 1.2, 1.8):
         breaker.failed(now)
     assert breaker.state(1.8) is BreakerState.CLOSED
-    breaker.failed(1.9)
-    breaker.succeeded(1.9)
-    breaker.failed(2.0)
-    breaker.failed(2.0)
-    assert breaker.state(2.0) is BreakerState.CLOSED
+    breaker.failed(2.4)
+    breaker.succeeded(2.4)
+    breaker.failed(2.5)
+    breaker.failed(2.5)
+    assert breaker.state(2.5) is BreakerState.CLOSED
     breaker.validate()
 
 

@@ -15,7 +15,6 @@ from moonpool.tiering.protocol import (
     PinKind,
     WriteBlocks,
 )
-
 from support.store import (
     BLOCK_BYTES,
     Store,
@@ -71,9 +70,7 @@ def test_a_block_that_waits_to_be_written_is_not_held() -> None:
     store = Store(num_blocks=4, has_disk=True, max_write_blocks=2, max_writes=1)
     frame = store.put("abcd")
     assert store.offer("x", 1).cache_events == (removed("abcd", 3),)
-    assert store.say(written(frame.disk_work[0])).disk_work == (
-        _write(2, "abc", 2, first=2),
-    )
+    assert store.say(written(frame.disk_work[0])).disk_work == (_write(2, "abc", 2, first=2),)
 
 
 def test_a_failed_write_is_counted_and_changes_nothing_else() -> None:
@@ -139,7 +136,7 @@ def test_what_the_scan_finds_twice_or_finds_here_is_published_once() -> None:
     store = Store(has_disk=True)
     store.put("ab")
     frame = store.say(DiskContents(hashes=chain("abc") + chain("c")))
-    assert [event.hashes for event in frame.cache_events] == [chain("abc")[2:] + chain("c")]  # type: ignore[union-attr]  # BlockStored
+    assert [event.hashes for event in frame.cache_events] == [chain("abc")[2:] + chain("c")]
     assert store.core.stats(0.0).num_disk_blocks == 4
 
 

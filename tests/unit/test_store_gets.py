@@ -15,7 +15,6 @@ from moonpool.tiering.protocol import (
     PutAnswered,
     StoreFrame,
 )
-
 from support.store import (
     Store,
     attempt,
@@ -67,7 +66,7 @@ def test_a_get_of_nothing_is_told_so() -> None:
 def test_what_the_scan_found_is_published_and_loaded_when_it_is_wanted() -> None:
     store = Store(has_disk=True)
     frame = store.say(DiskContents(hashes=chain("abc")))
-    assert [event.hashes for event in frame.cache_events] == [chain("abc")]  # type: ignore[union-attr]  # BlockStored
+    assert [event.hashes for event in frame.cache_events] == [chain("abc")]
     assert store.lock("abc", 1) == make_frame(
         work=(_load(1, "abc", 0, 0, 1, 2),), referenced=3, locks=1
     )
@@ -171,7 +170,7 @@ def test_there_is_no_more_loaded_than_there_is_room_for() -> None:
     (load,) = _loads(store.lock("abcdef", 2))
     assert len(load.blocks) == 3
     frame = store.say(loaded(load))
-    assert len(frame.replies[0].block_ids) == 3  # type: ignore[union-attr]  # PrefixLocked
+    assert len(frame.replies[0].block_ids) == 3
     assert store.core.stats(0.0).num_short_gets == 1
     # Without any room there is what lies in HOST.
     assert store.lock("abcdef", 3).replies == (
@@ -187,7 +186,9 @@ def test_there_is_no_more_loaded_at_a_time_than_may_be() -> None:
     assert store.get("abcdef") == 6
 
 
-def test_what_is_loaded_pushes_out_what_is_older_and_that_stays_published_if_it_is_on_disk() -> None:
+def test_what_is_loaded_pushes_out_what_is_older_and_that_stays_published_if_it_is_on_disk() -> (
+    None
+):
     store = Store(num_blocks=2, has_disk=True)
     store.put_to_disk("ab")
     store.put_to_disk("xy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from moonpool.core.protocol import (
     Abort,
     BlocksFetched,
@@ -21,7 +22,6 @@ from moonpool.tiering.protocol import (
     PutAnswered,
     PutRefusal,
 )
-
 from support.store import (
     BLOCK_SIZE,
     Store,
@@ -36,9 +36,7 @@ from support.store import (
 
 
 def _answered(number: int, num_wanted: int, refusal: PutRefusal | None = None) -> PutAnswered:
-    return PutAnswered(
-        attempt_id=attempt(number), num_wanted_blocks=num_wanted, refusal=refusal
-    )
+    return PutAnswered(attempt_id=attempt(number), num_wanted_blocks=num_wanted, refusal=refusal)
 
 
 def _fetched(number: int, num_blocks: int) -> BlocksFetched:
@@ -54,9 +52,7 @@ def test_a_put_is_read_published_as_it_comes_and_kept() -> None:
     assert store.offer("abc", 1) == make_frame(
         _answered(1, 3), reserved(1, "abc", 0, ids(0, 1, 2)), referenced=3, reserved=1
     )
-    assert store.say(_fetched(1, 1)) == make_frame(
-        events=(stored("a"),), referenced=3, reserved=1
-    )
+    assert store.say(_fetched(1, 1)) == make_frame(events=(stored("a"),), referenced=3, reserved=1)
     assert store.say(_ended(1, 3)) == make_frame(events=(stored("abc", 1),), cached=3)
     assert store.core.ledger().is_quiet
 
@@ -100,13 +96,11 @@ def test_a_hole_is_filled_without_reading_what_is_behind_it() -> None:
     store = Store(has_disk=True)
     store.put_to_disk("abcd")
     store.drop_from_host()
-    assert store.say(DiskDropped(hashes=chain("abcd")[1:2])).cache_events == (
-        removed("ab", 1),
-    )
+    assert store.say(DiskDropped(hashes=chain("abcd")[1:2])).cache_events == (removed("ab", 1),)
     frame = store.offer("abcde", 1)
     assert frame.replies == (
         _answered(1, 1),
-        reserved(1, "ab", 1, (NOT_IN_ARENA, *frame.replies[1].block_ids[1:])),  # type: ignore[union-attr]  # FetchReserved
+        reserved(1, "ab", 1, (NOT_IN_ARENA, *frame.replies[1].block_ids[1:])),
     )
     store.say(_ended(1, 2))
     assert store.get("abcde") == 4
@@ -192,9 +186,7 @@ def test_puts_are_bounded_in_all_for_a_tenant_and_in_length() -> None:
     refused = _answered(2, 0, PutRefusal.TOO_MANY_PUTS)
     assert store.offer("x", 2, tenant="t").replies == (refused,)
     assert store.offer("x", 3, tenant="u").replies[0] == _answered(3, 1)
-    assert store.offer("y", 4, tenant="v").replies == (
-        _answered(4, 0, PutRefusal.TOO_MANY_PUTS),
-    )
+    assert store.offer("y", 4, tenant="v").replies == (_answered(4, 0, PutRefusal.TOO_MANY_PUTS),)
     # What needs nothing is answered all the same.
     assert store.offer("ab", 5, tenant="t").replies == (_answered(5, 0),)
     counts = dict(store.core.stats(0.0).num_refused_puts)
@@ -229,9 +221,15 @@ def test_more_than_was_asked_for_is_what_was_asked_for() -> None:
 
 def test_commands_about_what_is_unknown_change_nothing() -> None:
     store = Store()
-    assert store.say(
-        _fetched(7, 1), _ended(7, 1), ReadEnded(attempt_id=attempt(7)), Abort(attempt_id=attempt(7))
-    ) == make_frame()
+    assert (
+        store.say(
+            _fetched(7, 1),
+            _ended(7, 1),
+            ReadEnded(attempt_id=attempt(7)),
+            Abort(attempt_id=attempt(7)),
+        )
+        == make_frame()
+    )
 
 
 def test_a_draining_store_takes_and_lends_nothing_new_and_ends_what_it_has() -> None:
@@ -280,4 +278,4 @@ def test_a_put_of_400_blocks_is_one_frame() -> None:
     hashes = chain("".join(map(chr, range(400))))
     frame = store.say(Put(attempt_id=attempt(1), tenant="default", hashes=hashes))
     assert frame.replies[0] == _answered(1, 400)
-    assert store.say(_ended(1, 400)).cache_events[0].hashes == hashes  # type: ignore[union-attr]  # BlockStored
+    assert store.say(_ended(1, 400)).cache_events[0].hashes == hashes

@@ -7,15 +7,14 @@ from moonpool.tiering.config import TenantQuota
 from moonpool.tiering.protocol import (
     DiskContents,
     Pin,
-    Pinned,
     PinKind,
+    Pinned,
     PutAnswered,
     PutRefusal,
     StoreFrame,
     TenantUse,
     Unpin,
 )
-
 from support.store import Store, attempt, chain, make_frame, removed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+
 from moonpool.ids import BlockHash
 from moonpool.tiering.frequency import FrequencySketch
 from moonpool.tiering.write_budget import WriteBudget

@@ -324,8 +324,8 @@ class HostTier:
         shares = self._shares
         num_used = [0] * len(shares)
         num_evictable = [0] * len(shares)
-        for block_hash, block_id in self._block_by_hash.items():
-            assert self._hash_by_block[block_id] == block_hash, block_id
+        for found_hash, block_id in self._block_by_hash.items():
+            assert self._hash_by_block[block_id] == found_hash, block_id
         num_findable = sum(block_hash is not None for block_hash in self._hash_by_block)
         assert num_findable == len(self._block_by_hash), num_findable
         for index, block_hash in enumerate(self._hash_by_block):

@@ -109,7 +109,9 @@ class Pins:
     def validate(self) -> None:
         """Raise AssertionError if the counts are wrong."""
         for kind, counts in self._counts.items():
-            named = Counter(h for pin in self._pins.values() if pin.kind is kind for h in pin.hashes)
+            named = Counter(
+                h for pin in self._pins.values() if pin.kind is kind for h in pin.hashes
+            )
             assert named == counts, (kind, named, counts)
         assert len(self._counts[PinKind.HARD]) <= self._max_hard_blocks
         assert set(self._pins) <= {pin_id for _, pin_id in self._ends}

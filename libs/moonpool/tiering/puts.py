@@ -204,9 +204,7 @@ class Puts:
             return PutRefusal.TOO_MANY_PUTS
         if num_blocks:
             return None
-        return (
-            PutRefusal.OVER_QUOTA if self._shares.num_allowed(share) == 0 else PutRefusal.NO_ROOM
-        )
+        return PutRefusal.OVER_QUOTA if self._shares.num_allowed(share) == 0 else PutRefusal.NO_ROOM
 
     def _begin(
         self,

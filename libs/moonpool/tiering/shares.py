@@ -47,9 +47,7 @@ class Shares:
 
     def may_lose(self, share: int, asker: Share | None, num_lost: int) -> bool:
         """Whether one more block of `share` may go for `asker`, after `num_lost`."""
-        return (
-            share == asker or self.num_used[share] - num_lost > self._quotas[share].floor_blocks
-        )
+        return share == asker or self.num_used[share] - num_lost > self._quotas[share].floor_blocks
 
     def num_available(self, asker: Share | None, num_free: int) -> int:
         """How many blocks `asker` can be given, by the floors of others; its own limit is another matter."""
