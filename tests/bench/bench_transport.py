@@ -7,7 +7,10 @@ shm     pieces       one bare memcpy of each piece, in one C loop
         loop         memcpy + XXH3-64 of each piece, in one C loop: what a verified copy costs
         shm          the product: peer.read, 8 reads at once (`alone`: one after another)
 grpc    bare         a grpc.aio stream of 64 ready-made 1 MiB messages, hashed by its receiver
+        kept         the same; its receiver keeps freed memory, as the product's does
         grpc         the product: peer.read, 8 reads at once: gathered, streamed, scattered, verified
+
+The two bare receivers are processes of their own: how glibc treats freed memory is a process's.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -46,6 +50,9 @@ BARE_METHOD = "/bench.Bare/Stream"
 BARE_BYTES = 1 << 20
 CONCURRENT = 8
 
+#: Does its work once; returns the seconds, or None for as long as the call takes.
+Arm = Callable[[], Awaitable[float | None]]
+
 #: SmolLM2-135M in bfloat16: 30 layers, 12 KiB a layer and block, 360 KiB a block.
 SMOLLM2 = KvLayout.block_major(
     num_blocks=512, num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16"
@@ -64,6 +71,22 @@ async def _bare(
     async for request in requests:
         for _ in range(int.from_bytes(request, "little")):
             yield next(payloads)
+
+
+async def receive_bare(address: str, *, keeps_memory: bool) -> None:
+    """A bare receiver: for each number read, receives and hashes so many messages, and says so."""
+    if keeps_memory:
+        keep_freed_memory()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream(BARE_METHOD)()
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            started = time.perf_counter()
+            await call.write(int(line).to_bytes(8, "little"))
+            for _ in range(int(line)):
+                xxhash.xxh3_64_intdigest(await call.read())
+            sys.stdout.write(f"{time.perf_counter() - started}\n")
+            sys.stdout.flush()
+        call.cancel()
 
 
 async def serve(name: str) -> None:
@@ -136,17 +159,15 @@ async def read_all(peer: KvPeer, reads: list[KvRead], concurrent: int) -> None:
             group.create_task(work())
 
 
-async def alternate(
-    arms: dict[str, Callable[[], Awaitable[None]]], rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each arm in each round, after one round of warming up."""
+async def alternate(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each arm in each round, as it says or as it takes, after one round of warming up."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(rounds + 1):
         for name, arm in arms.items():
             started = time.perf_counter()
-            await arm()
+            told = await arm()
             if turn:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(told or time.perf_counter() - started)
     return seconds
 
 
@@ -202,28 +223,51 @@ async def measure(
         peer = await transport.connect(source.region, timeout_s=10)
         seconds = await alternate(shm_arms(peer, pool, reads), rounds)
         row("shm", seconds, {"loop": "pieces", "shm": "loop", "alone": "loop"})
+    count = -(-num_bytes // BARE_BYTES)
     async with (
         make_transport("grpc", pool) as transport,
-        grpc.aio.insecure_channel(source.bare_address) as channel,
+        bare_receiver(source.bare_address, count) as bare,
+        bare_receiver(source.bare_address, count, "--keep-freed-memory") as kept,
     ):
         peer = await transport.connect(source.region, timeout_s=10)
-        call = channel.stream_stream(BARE_METHOD)()
-
-        async def bare() -> None:
-            count = -(-num_bytes // BARE_BYTES)
-            await call.write(count.to_bytes(8, "little"))
-            for _ in range(count):
-                xxhash.xxh3_64_intdigest(await call.read())
-
-        arms = {"bare": bare, "grpc": lambda: read_all(peer, reads, CONCURRENT)}
-        row("grpc", await alternate(arms, rounds), {"grpc": "bare"})
-        call.cancel()
+        arms: dict[str, Arm] = {
+            "bare": bare,
+            "kept": kept,
+            "grpc": lambda: read_all(peer, reads, CONCURRENT),
+        }
+        seconds = await alternate(arms, rounds)
+        row("grpc", seconds, {"grpc": "bare", "kept": "bare"})
     return rows
 
 
-def shm_arms(
-    peer: KvPeer, pool: LocalPool, reads: list[KvRead]
-) -> dict[str, Callable[[], Awaitable[None]]]:
+@asynccontextmanager
+async def bare_receiver(address: str, count: int, *options: str) -> AsyncIterator[Arm]:
+    """A bare receiver's process; the arm has it receive `count` messages."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        __file__,
+        "--receive",
+        address,
+        *options,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    async def arm() -> float:
+        stdin.write(b"%d\n" % count)
+        return float(await stdout.readline())
+
+    try:
+        yield arm
+    finally:
+        stdin.close()
+        await process.wait()
+
+
+def shm_arms(peer: KvPeer, pool: LocalPool, reads: list[KvRead]) -> dict[str, Arm]:
     kernels, mapped = native.kernels(), peer._mapped.bytes  # type: ignore[attr-defined]
     spans = np.concatenate([read.spans for read in reads])
     pieces, checks, first = [], [], 0
@@ -281,15 +325,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--serve", choices=sorted(LAYOUTS), help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--keep-freed-memory", action="store_true", help="in the reading process too"
-    )
+    parser.add_argument("--receive", help=argparse.SUPPRESS)
+    parser.add_argument("--keep-freed-memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.keep_freed_memory:
-        keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if options.serve:
             runner.run(serve(options.serve))
+            return
+        if options.receive:
+            receiver = receive_bare(options.receive, keeps_memory=options.keep_freed_memory)
+            runner.run(receiver)
             return
         rows = runner.run(run(options.rounds))
     sys.stdout.write(f"{'case':12} {'transport':10} {'GB/s':58} ratios\n")
@@ -304,7 +349,6 @@ def main() -> None:
         "grpc": grpc.__version__,
         "native": native.status().message,
         "rounds": options.rounds,
-        "keep_freed_memory": options.keep_freed_memory,
         "load_average": [round(load, 1) for load in os.getloadavg()],
     }
     sys.stdout.write(json.dumps({"machine": machine, "rows": rows}) + "\n")

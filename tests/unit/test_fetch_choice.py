@@ -231,6 +231,23 @@ def test_an_unknown_peer_is_tried_by_one_at_a_time() -> None:
     chooser.validate(num_fetching=0)
 
 
+def test_the_first_connection_is_not_part_of_what_a_read_takes() -> None:
+    chooser = FetchChooser(FetchConfig(block_bytes=BLOCK_BYTES), block_size=BLOCK_SIZE)
+
+    def read_from(now: float) -> float:
+        """A read that waits 0.5 s for its answer and takes 10 ms then; what one is believed to take."""
+        ticket = chooser.begin(HOLDER, num_bytes=BLOCK_BYTES, now=now)
+        ticket = chooser.opened(ticket, now + 0.5)
+        chooser.came(ticket, BLOCK_BYTES)
+        chooser.ended(ticket, num_bytes=BLOCK_BYTES, recompute_s=2.0, now=now + 0.51)
+        ((_, cost),) = chooser.transfer_costs()
+        return cost.predict(BLOCK_BYTES)
+
+    assert read_from(0.0) == pytest.approx(0.01, rel=0.01)
+    # Who waits each time is slow.
+    assert read_from(1.0) == pytest.approx(0.51, rel=0.01)
+
+
 def test_what_is_known_of_peers_is_bounded() -> None:
     chooser = FetchChooser(FetchConfig(), block_size=BLOCK_SIZE)
     keys = [WorkerKey(WorkerId(f"w{n}"), Incarnation("1")) for n in range(1_100)]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moonpool.handoff.config import FetchConfig, FetchMode
 from moonpool.handoff.messages import PeerPrefix
@@ -57,6 +57,8 @@ class FetchTicket:
     key: WorkerKey
     num_bytes: int
     begun_at: float
+    #: What is measured begins here.
+    measured_at: float
     #: What the peer had delivered in all by then.
     num_bytes_before: int
 
@@ -195,8 +197,22 @@ class FetchChooser:
             if idle is not None:
                 del self._peers[idle]
         return FetchTicket(
-            key=key, num_bytes=num_bytes, begun_at=now, num_bytes_before=known.num_bytes_come
+            key=key,
+            num_bytes=num_bytes,
+            begun_at=now,
+            measured_at=now,
+            num_bytes_before=known.num_bytes_come,
         )
+
+    def opened(self, ticket: FetchTicket, now: float) -> FetchTicket:
+        """The peer has answered. Goes on with the ticket returned.
+
+        To a peer that was never read from a connection had to be made; the next read need not wait for
+        that, so it is not part of what a read is believed to take.
+        """
+        if self._peers[ticket.key].fit.is_measured:
+            return ticket
+        return replace(ticket, measured_at=now)
 
     def came(self, ticket: FetchTicket, num_bytes: int) -> None:
         """A piece is here."""
@@ -217,7 +233,7 @@ class FetchChooser:
         known.fit.observe(
             # With what others read from the peer meanwhile: it is the peer that is measured.
             num_bytes=known.num_bytes_come - ticket.num_bytes_before,
-            elapsed_s=elapsed_s,
+            elapsed_s=now - ticket.measured_at,
             is_late=is_late,
             now=now,
         )

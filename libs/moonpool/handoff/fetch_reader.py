@@ -306,6 +306,7 @@ class FetchReads:
 
     def _on_opened(self, fetch: Fetch, message: PrefixOpened, now: float) -> None:
         num_blocks = len(message.block_ids)
+        assert fetch.ticket is not None, fetch
         if not num_blocks:
             self._stop(fetch, FetchOutcome.ABSENT, now)
         elif (
@@ -316,6 +317,7 @@ class FetchReads:
         else:
             fetch.state = FetchState.READING
             fetch.opened, fetch.opened_at = message, now
+            fetch.ticket = self.chooser.opened(fetch.ticket, now)
             self._ask(fetch)
 
     def _ask(self, fetch: Fetch) -> None:

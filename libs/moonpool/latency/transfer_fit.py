@@ -32,6 +32,8 @@ class TransferFit:
         self._window = SampleWindow((1e-4, 1e-4))
         self._typical = prior
         self._slowdown = 1.0
+        #: A read has told something.
+        self.is_measured = False
         self._probe_s = _MIN_PROBE_S
         self._probe_at = float("-inf")
 
@@ -66,6 +68,7 @@ class TransferFit:
         if num_bytes <= 0:
             return
         elapsed_s = max(elapsed_s, 1e-6)
+        self.is_measured = True
         if is_complete:
             self._window.add((num_bytes,), (1.0, num_bytes), elapsed_s)
             latency_s, per_byte_s = self._window.fit()

@@ -27,6 +27,7 @@ import numpy as np
 
 from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion
+from moonpool.memory.heap import keep_freed_memory
 from moonpool.native import Kernels, RangeError
 from moonpool.transport.base import (
     Int64Array,
@@ -81,6 +82,8 @@ class GrpcTransport:
         self._peers: set[GrpcPeer] = set()
 
     async def __aenter__(self) -> GrpcTransport:
+        # Each message that comes is a new buffer.
+        keep_freed_memory()
         await self._tasks.__aenter__()
         self._copier = Copier(self._kernels)
         return self
