@@ -45,9 +45,13 @@ def home_of(weights: Mapping[WorkerId, float], key: BlockHash) -> WorkerId | Non
     return max(weights, key=lambda node: (_score(node, weights[node], key), node), default=None)
 
 
-def homes_of(weights: Mapping[WorkerId, float], key: BlockHash, num_homes: int) -> tuple[WorkerId, ...]:
+def homes_of(
+    weights: Mapping[WorkerId, float], key: BlockHash, num_homes: int
+) -> tuple[WorkerId, ...]:
     """The first so many nodes for this key, `home_of` first: each is home if those before it are gone."""
-    ranked = sorted(weights, key=lambda node: (_score(node, weights[node], key), node), reverse=True)
+    ranked = sorted(
+        weights, key=lambda node: (_score(node, weights[node], key), node), reverse=True
+    )
     return tuple(ranked[:num_homes])
 
 

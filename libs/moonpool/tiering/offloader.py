@@ -43,6 +43,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -287,7 +288,7 @@ class Offloader:
             return effects
         due = [(fresh.due_at, tip) for tip, fresh in self._fresh.items() if fresh.due_at <= now]
         weights = self._live.weights(now) if due or self._stale else {}
-        for _, tip in sorted(due):
+        for _, tip in sorted(due, key=itemgetter(0)):
             if len(self._puts) >= self._config.max_puts:
                 break
             fresh = self._fresh[tip]
@@ -450,9 +451,7 @@ class Offloader:
                 store.node = node
         for store_id, node in nodes.items():
             if store_id not in self._stores:
-                self._stores[store_id] = _Store(
-                    node=node, breaker=Breaker(self._config.breaker)
-                )
+                self._stores[store_id] = _Store(node=node, breaker=Breaker(self._config.breaker))
         self._stale.clear()
         if not self._stores:
             self._fresh.clear()

@@ -192,6 +192,10 @@ class KvOffload:
             self._failed(effect, error.message)
         except TimeoutError:
             self._failed(effect, f"No answer in {ANSWER_S:g} s.")
+        except asyncio.CancelledError:
+            # The connection was dropped under it, or this worker ends.
+            self._failed(effect, "The connection was closed.")
+            raise
         else:
             outcome = self._machine.on_answered(
                 effect.put_id,
@@ -208,6 +212,7 @@ class KvOffload:
         log.info("kv.put_failed", store=str(effect.store.key), why=why)
         outcome = self._machine.on_failed(effect.put_id, self._clock.now())
         self._books.offloaded(outcome, num_wanted_blocks=0)
+        self._wakeup.set()
 
     def _note_tenant(self, request: InferenceRequest) -> None:
         """Whose the chain is that begins with this request's first block."""
