@@ -180,6 +180,7 @@ def test_nobody_is_chosen_who_may_not_be(seed: int) -> None:
     plan = decision.plan
     prefilling = chosen.key if decision.prefill is None else decision.prefill.key
     assert plan.key == prefilling
+    assert by_key[plan.key].info.role.computes
     limit = (query.num_tokens - 1) // BLOCK * BLOCK
     believed = query.num_cached_tokens
     assert plan.num_cached_tokens == min(believed.get(plan.key, 0), limit)
@@ -192,6 +193,7 @@ def test_nobody_is_chosen_who_may_not_be(seed: int) -> None:
         assert plan.peer.key != plan.key
         assert plan.peer.num_tokens == min(believed[plan.peer.key], limit)
         assert plan.num_cached_tokens + plan.num_read_tokens <= plan.peer.num_tokens
+        assert plan.peer.is_store == (by_key[plan.peer.key].info.role is WorkerRole.STORE)
         assert not by_key[plan.peer.key].is_inhibited
         assert not by_key[plan.peer.key].load.is_draining
     else:

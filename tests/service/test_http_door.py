@@ -171,7 +171,7 @@ async def test_a_chat_is_answered(door: Door) -> None:
         "completion_tokens": 3,
         "total_tokens": num_prompt + 3,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "moonpool": {"cached_tokens_by_source": {"device": 0, "peer": 0}},
+        "moonpool": {"cached_tokens_by_source": {"device": 0, "peer": 0, "store": 0}},
     }
     details = answer["moonpool"]
     assert details["request_id"] == request_id

@@ -208,7 +208,9 @@ async def test_after_a_death_the_least_that_an_attempt_found_counts(tmp_path: Pa
             )
             answered = await asking
             assert answered.done is not None
-            assert answered.done.usage.num_cached_tokens_by_source == {"device": 64, "peer": 32}
+            assert answered.done.usage.num_cached_tokens_by_source == {
+                "device": 64, "peer": 32, "store": 0,
+            }  # fmt: skip
             (counted,) = (
                 worker.counts
                 for worker in (
@@ -257,10 +259,10 @@ async def test_http_tells_where_cached_tokens_lay(tmp_path: Path, is_chat: bool)
             0, num_shared, num_shared, num_shared,
         ]  # fmt: skip
         assert [one["moonpool"]["cached_tokens_by_source"] for one in told] == [
-            {"device": 0, "peer": 0},
-            {"device": 0, "peer": num_shared},
-            {"device": num_shared, "peer": 0},
-            {"device": num_shared, "peer": 0},
+            {"device": 0, "peer": 0, "store": 0},
+            {"device": 0, "peer": num_shared, "store": 0},
+            {"device": num_shared, "peer": 0, "store": 0},
+            {"device": num_shared, "peer": 0, "store": 0},
         ]
 
 

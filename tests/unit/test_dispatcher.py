@@ -65,7 +65,14 @@ def key(name: str, incarnation: int = 1) -> WorkerKey:
 
 
 P, P2, D, D2 = key("p"), key("p2"), key("d"), key("d2")
-ROLES = {P: WorkerRole.PREFILL, P2: WorkerRole.PREFILL, D: WorkerRole.DECODE, D2: WorkerRole.DECODE}
+STORE = key("store")
+ROLES = {
+    P: WorkerRole.PREFILL,
+    P2: WorkerRole.PREFILL,
+    D: WorkerRole.DECODE,
+    D2: WorkerRole.DECODE,
+    STORE: WorkerRole.STORE,
+}
 A = make_request("a", prompt=10, max_tokens=4, arrival=1.0)
 
 
@@ -578,6 +585,59 @@ def test_cached_tokens_are_those_of_the_worker_that_prefilled(r: Router) -> None
     # The decode worker lost a part of what it read, and computed it again.
     r.tokens(D, 0, 50, num_cached_tokens=6, num_peer_tokens=2)
     assert usage(r.tokens(D, 1, 51, 52, 53)) == (6, 2)
+
+
+def stored(effects: list[DispatchEffect]) -> tuple[int, int, int]:
+    """Cached tokens by where they lay, of the request that ended: device, peer, store."""
+    (end,) = (effect for effect in effects if isinstance(effect, EndRequest))
+    by_source = end.usage.num_cached_tokens_by_source
+    assert sum(by_source.values()) == end.usage.num_cached_tokens
+    return by_source["device"], by_source["peer"], by_source["store"]
+
+
+def test_a_store_is_read_from_and_never_asked_to_compute() -> None:
+    r = Router()
+    r.machine = Dispatcher(CONFIG, match=lambda request: {STORE: 8})
+    for worker in (P, D, STORE):
+        r.join(worker)
+    to_prefill, to_decode = r.arrive()
+    assert isinstance(to_prefill, SendPrefill)
+    assert isinstance(to_decode, SendDecode)
+    assert (to_prefill.key, to_decode.key) == (P, D)
+    peer = PeerPrefix(key=STORE, address="store:1", num_tokens=8)
+    assert to_prefill.message.peer == peer
+    r.tokens(P, 0, 50, num_cached_tokens=8, num_peer_tokens=8)
+    # A part of it was lost on the way to the decode worker, and computed again.
+    assert stored(r.tokens(D, 0, 50, 51, 52, 53, num_cached_tokens=6, num_peer_tokens=6)) == (
+        0,
+        0,
+        6,
+    )
+
+
+def test_a_store_that_is_lost_ends_no_attempt() -> None:
+    r = Router()
+    r.machine = Dispatcher(CONFIG, match=lambda request: {STORE: 8})
+    for worker in (P, D, STORE):
+        r.join(worker)
+    r.arrive()
+    assert r(WorkerLost(key=STORE)) == []
+    # It had been read before: where from is known from the placement.
+    assert stored(r.tokens(D, 0, 50, 51, 52, 53, num_cached_tokens=8, num_peer_tokens=8)) == (
+        0,
+        0,
+        8,
+    )
+    to_prefill, _ = r.arrive(make_request("b", prompt=10, arrival=2.0))
+    assert isinstance(to_prefill, SendPrefill)
+    assert to_prefill.message.peer is None
+
+
+def test_only_stores_are_nobody() -> None:
+    r = Router(STORE)
+    assert r.arrive() == []
+    assert r.machine.num_queued == 1
+    assert r.join(D) == sent(prefill=None)
 
 
 def test_what_one_attempt_found_and_the_next_computed_was_computed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.dispatch.config import DispatchConfig
-from moonpool.dispatch.fleet import Fleet
+from moonpool.dispatch.fleet import Fleet, RoomNews
 from moonpool.routing.worker_view import WorkerInfo, WorkerLoad, WorkerRole
 from support.fleet import make_key
 
@@ -59,3 +59,21 @@ def test_a_worker_that_has_told_no_pool_is_filled_too() -> None:
     fleet.join(WorkerInfo(key=A, role=WorkerRole.BOTH, address="x:1"))
     fleet.fill(A, 5)
     assert churns(fleet) == [5.0]
+
+
+def test_a_store_is_no_room_and_no_cache_that_requests_fill() -> None:
+    with_store, without = make_fleet(), make_fleet()
+    key = make_key("store")
+    with_store.join(WorkerInfo(key=key, role=WorkerRole.STORE, address="x:1"))
+    load = WorkerLoad(num_total_blocks=9_999, num_available_blocks=5_000)
+    assert with_store.report(key, load) is RoomNews.NONE
+    # Whatever becomes free there makes no room for anybody.
+    more = WorkerLoad(num_total_blocks=9_999, num_available_blocks=9_999)
+    assert with_store.report(key, more) is RoomNews.NONE
+    for fleet in (with_store, without):
+        fleet.fill(A, 50)
+        fleet.fill(B, 50)
+    assert churns(with_store)[:2] == churns(without)
+    table = with_store.table()
+    assert table.is_store.tolist() == [False, False, True]
+    assert not (table.can_decode | table.can_prefill)[2]

@@ -63,7 +63,7 @@ def placement(
     )
 
 
-def end(cached: int = 0, *, peer: int = 0, num_tokens: int = 3) -> EndRequest:
+def end(cached: int = 0, *, peer: int = 0, store: int = 0, num_tokens: int = 3) -> EndRequest:
     return EndRequest(
         request_id=RequestId("r"),
         finish_reason=FinishReason.LENGTH,
@@ -72,6 +72,7 @@ def end(cached: int = 0, *, peer: int = 0, num_tokens: int = 3) -> EndRequest:
             num_completion_tokens=num_tokens,
             num_cached_tokens=cached,
             num_peer_tokens=peer,
+            num_store_tokens=store,
         ),
     )
 

@@ -113,6 +113,52 @@ def test_prefill_filters_say_why() -> None:
     }
 
 
+@pytest.mark.parametrize("policy", list(PolicyName))
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_store_is_a_peer_and_nothing_else(policy: PolicyName, is_measured: bool) -> None:
+    fits = FITS if is_measured else None
+    views = [
+        make_view("d0", DECODE, num_requests=3, fits=fits),
+        make_view("d1", DECODE, num_requests=4, fits=fits),
+        make_view("p0", PREFILL, queued=50, fits=fits),
+        make_view("s0", WorkerRole.STORE),
+    ]
+    query = make_query(1_000, cached={"s0": 992})
+    for disagg in (DisaggConfig(), ONLY_LOCAL, ONLY_REMOTE):
+        decision = place(views, query, policy, disagg=disagg)
+        assert "s0" not in {c.key.worker_id for c in decision.decode.candidates}
+        if decision.prefill is not None:
+            assert "s0" not in {c.key.worker_id for c in decision.prefill.candidates}
+        assert decision.plan is not None
+        assert decision.plan.key != make_key("s0")
+        assert decision.plan.peer == PeerMatch(key=make_key("s0"), num_tokens=992, is_store=True)
+        assert decision.plan.kind is PlanKind.FETCH
+        assert decision.num_held_tokens == 992
+
+
+def test_a_store_that_drains_is_not_read_from() -> None:
+    views = [make_view("d"), make_view("s", WorkerRole.STORE, is_draining=True)]
+    plan = place(views, make_query(cached={"s": 992})).plan
+    assert plan is not None
+    assert plan.peer is None
+
+
+def test_a_store_that_is_slow_to_read_from_is_named_and_not_planned_with() -> None:
+    slow = TransferCost(latency_s=2.0, bytes_per_s=1e6)
+    views = [make_view("d", transfers={"s": slow}), make_view("s", WorkerRole.STORE)]
+    plan = place(views, make_query(cached={"s": 992})).plan
+    assert plan is not None
+    assert plan.kind is PlanKind.RECOMPUTE
+    assert plan.peer == PeerMatch(key=make_key("s"), num_tokens=992, is_store=True)
+
+
+def test_only_stores_are_nobody() -> None:
+    decision = place([make_view("s", WorkerRole.STORE)], make_query(cached={"s": 992}))
+    assert decision.decode.key is None
+    assert not decision.decode.candidates
+    assert not decision.decode.can_never_fit
+
+
 def test_an_inhibited_worker_is_better_than_none() -> None:
     assert chosen(place([make_view("ill", is_inhibited=True)], make_query(80)).decode) == "ill"
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moonpool.cli.failure import EXIT_FAILED, EXIT_OK
+from moonpool.cli.store_view import reports_json, store_lines
 from moonpool.cli.target import Target
 from moonpool.cli.terminal import make_console, print_json
 from moonpool.dispatch.reuse_books import MissReason, ReuseCounts
 from moonpool.errors import MoonpoolError, NotFoundError, UnavailableError
+from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.admin import clear_cache, fetch_status
 from moonpool.rpc.cache import fetch_cache_stats
+from moonpool.rpc.store import fetch_store_report
 from moonpool.wire.cache_stats import CacheStats, WorkerCache
+from moonpool.wire.store import StoreReport
 
 _DEADLINE_S = 5.0
 #: Rows of the account, in the order in which a prompt is cut.
@@ -29,23 +33,21 @@ _MISSES = {
 
 
 def run_cache_stats(target: Target, *, is_json: bool) -> int:
-    """Print what the router has counted since it started.
+    """Print what the router has counted since it started, and what its stores say of their tiers.
 
     Raises:
         UnavailableError: The router does not answer.
     """
-    stats = asyncio.run(
-        fetch_cache_stats(target.address, key=target.api_key, deadline_s=_DEADLINE_S)
-    )
+    stats, reports = asyncio.run(_fetch(target))
     if is_json:
-        print_json(stats_json(stats))
+        print_json({**stats_json(stats), "stores": reports_json(reports)})
     else:
-        print_stats(stats, make_console())
+        print_stats(stats, make_console(), reports=reports)
     return EXIT_OK
 
 
 def run_cache_clear(target: Target, *, worker_id: str | None, is_json: bool) -> int:
-    """Have the live workers, or one, forget the cached blocks that nobody uses at this moment.
+    """Have the live workers and stores, or one, forget the cached blocks that nobody uses just now.
 
     Raises:
         NotFoundError: No live worker has this id.
@@ -70,8 +72,14 @@ def run_cache_clear(target: Target, *, worker_id: str | None, is_json: bool) -> 
     return EXIT_FAILED if any(failures.values()) else EXIT_OK
 
 
-def print_stats(stats: CacheStats, console: Console) -> None:
-    """The account of all prompts, the ceiling, and a row per worker."""
+def print_stats(
+    stats: CacheStats, console: Console, *, reports: Mapping[str, StoreReport | str] | None = None
+) -> None:
+    """The account of all prompts, the ceiling, a row per worker, and what each store says.
+
+    Args:
+        reports: By store; a text says why there is none.
+    """
     total = stats.total
     console.print(
         f"{stats.router_id}  model {stats.model}  {total.num_requests:,} requests, "
@@ -85,10 +93,15 @@ def print_stats(stats: CacheStats, console: Console) -> None:
     console.print(_held_words(total), soft_wrap=True, markup=False)
     console.print(_ceiling_words(stats), soft_wrap=True, markup=False)
     console.print()
-    if stats.workers:
-        console.print(_worker_table(stats))
+    workers = [worker for worker in stats.workers if worker.role is not WorkerRole.STORE]
+    if workers:
+        console.print(_worker_table(workers))
     else:
         console.print("no worker has joined yet")
+    for store in stats.workers:
+        if store.role is WorkerRole.STORE:
+            report = (reports or {}).get(store.worker_id, "")
+            _print_store(store, report, console, block_size=stats.block_size)
 
 
 def stats_json(stats: CacheStats) -> dict[str, Any]:  # Any: JSON
@@ -124,6 +137,7 @@ def counts_json(counts: ReuseCounts) -> dict[str, Any]:
         "hit_tokens_by_source": {
             "device": counts.num_device_tokens,
             "peer": counts.num_peer_tokens,
+            "store": counts.num_store_tokens,
         },
         "missed_tokens_by_reason": {
             reason.value: number for reason, number in counts.num_missed_tokens.items()
@@ -143,6 +157,32 @@ def counts_json(counts: ReuseCounts) -> dict[str, Any]:
 
 
 # -- parts --
+
+
+async def _fetch(target: Target) -> tuple[CacheStats, dict[str, StoreReport | str]]:
+    """The router's counts, then the report of each live store, or why there is none."""
+    stats = await fetch_cache_stats(target.address, key=target.api_key, deadline_s=_DEADLINE_S)
+    stores = {worker.worker_id for worker in stats.workers if worker.role is WorkerRole.STORE}
+    if not stores:
+        return stats, {}
+    router = await fetch_status(target.address, key=target.api_key, deadline_s=_DEADLINE_S)
+    key = target.rpc_key
+    async with asyncio.TaskGroup() as asking:
+        tasks = {
+            worker.worker_id: asking.create_task(_report(worker.address, key))
+            for worker in router.workers
+            if worker.is_live and worker.worker_id in stores
+        }
+    return stats, {store_id: task.result() for store_id, task in tasks.items()}
+
+
+async def _report(address: str, key: str | None) -> StoreReport | str:
+    if key is None:
+        return "the cluster's secret is not on this machine"
+    try:
+        return await fetch_store_report(address, key=key, deadline_s=_DEADLINE_S)
+    except MoonpoolError as error:
+        return error.message
 
 
 async def _clear(target: Target, worker_id: str | None) -> Mapping[str, str]:
@@ -187,6 +227,7 @@ def _account(counts: ReuseCounts) -> Table:
     rows = [
         ("hit on the worker that prefilled", counts.num_device_tokens),
         ("hit on a peer, read from there", counts.num_peer_tokens),
+        ("hit on a store, read from there", counts.num_store_tokens),
         *((words, counts.num_missed_tokens[reason]) for reason, words in _MISSES.items()),
         ("tail: not in a full block, always computed", counts.num_tail_tokens),
     ]
@@ -214,15 +255,36 @@ def _ceiling_words(stats: CacheStats) -> str:
     return words
 
 
-def _worker_table(stats: CacheStats) -> Table:
-    """Fits 80 columns: shares of the prompts that each worker prefilled, and what it holds."""
+def _print_store(
+    store: WorkerCache, report: StoreReport | str, console: Console, *, block_size: int
+) -> None:
+    console.print()
+    console.print(
+        f"{store.worker_id}  store, {store.num_published_blocks:,} blocks in the router's index",
+        soft_wrap=True,
+        markup=False,
+    )
+    lines = (
+        [f"no report: {report or 'not asked'}"]
+        if isinstance(report, str)
+        else store_lines(report, block_size=block_size)
+    )
+    for line in lines:
+        console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def _worker_table(workers: Sequence[WorkerCache]) -> Table:
+    """Fits 80 columns: shares of the prompts that each worker prefilled, and what it holds.
+
+    `read` is the part of `hit` that was read from peers and stores.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("worker", overflow="fold")
     table.add_column("role", no_wrap=True)
-    for column in ("asked", "hit", "peer", "cold", "evict", "away", "slow", "blocks"):
+    for column in ("asked", "hit", "read", "cold", "evict", "away", "slow", "blocks"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("evicts", no_wrap=True)
-    for worker in stats.workers:
+    for worker in workers:
         table.add_row(*_worker_cells(worker))
     return table
 
@@ -235,7 +297,7 @@ def _worker_cells(worker: WorkerCache) -> list[str]:
         worker.role.value if worker.role is not None else "gone",
         f"{counts.num_requests:,}",
         _share(counts.num_found_tokens, total),
-        _share(counts.num_peer_tokens, total),
+        _share(counts.num_peer_tokens + counts.num_store_tokens, total),
         *(_share(counts.num_missed_tokens[reason], total) for reason in _MISSES),
         held if worker.is_live else "-",
         worker.kv_eviction_policy or "-",

@@ -16,7 +16,7 @@ from moonpool.cli.terminal import format_ms, make_console, print_json
 from moonpool.dispatch.effects import Placement
 from moonpool.routing.disagg_decider import DisaggDecision
 from moonpool.routing.selection import Candidate, Selection
-from moonpool.routing.selector import PrefillPlan
+from moonpool.routing.selector import PeerMatch, PrefillPlan
 from moonpool.rpc.explanation import fetch_explanation
 
 _DEADLINE_S = 5.0
@@ -87,9 +87,9 @@ def plan_words(plan: PrefillPlan) -> str:
     """What the worker that prefills is expected to do."""
     parts = [f"{plan.num_cached_tokens} tokens cached there"]
     if plan.num_read_tokens and plan.peer is not None:
-        parts.append(f"{plan.num_read_tokens} read from {plan.peer.key.worker_id}")
+        parts.append(f"{plan.num_read_tokens} read from {_peer_words(plan.peer)}")
     elif plan.peer is not None:
-        parts.append(f"{plan.peer.key.worker_id} holds {plan.peer.num_tokens}, not worth reading")
+        parts.append(f"{_peer_words(plan.peer)} holds {plan.peer.num_tokens}, not worth reading")
     parts.append(f"{plan.num_computed_tokens} to compute")
     times = (
         f"queue {_time(plan.queue_s)}, load {_time(plan.load_s)}, compute {_time(plan.compute_s)}"
@@ -132,6 +132,7 @@ def placement_json(placement: Placement) -> dict[str, Any]:  # Any: JSON
             "num_computed_tokens": plan.num_computed_tokens,
             "peer": str(plan.peer.key) if plan.peer is not None else None,
             "num_peer_tokens": plan.peer.num_tokens if plan.peer is not None else 0,
+            "is_peer_store": plan.peer is not None and plan.peer.is_store,
             "queue_s": plan.queue_s,
             "load_s": plan.load_s,
             "compute_s": plan.compute_s,
@@ -144,6 +145,10 @@ def placement_json(placement: Placement) -> dict[str, Any]:  # Any: JSON
 
 
 # -- parts --
+
+
+def _peer_words(peer: PeerMatch) -> str:
+    return f"the store {peer.key.worker_id}" if peer.is_store else peer.key.worker_id
 
 
 def _leg_json(selection: Selection) -> dict[str, Any]:

@@ -457,7 +457,12 @@ class Dispatcher:
         request.attempt += 1
         request.num_held_tokens = decision.num_held_tokens
         request.state = DispatchState.PLACED
-        request.placed = OnWorkers(decode=target.decode, prefill=target.prefill)
+        peer = target.plan.peer
+        request.placed = OnWorkers(
+            decode=target.decode,
+            prefill=target.prefill,
+            has_store_peer=peer is not None and peer.is_store,
+        )
         placement = Placement(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -559,7 +564,8 @@ class Dispatcher:
             num_prompt_tokens=len(request.request.prompt_token_ids),
             num_completion_tokens=len(request.emitted),
             num_cached_tokens=cached.num_tokens,
-            num_peer_tokens=cached.num_peer_tokens,
+            num_peer_tokens=0 if cached.is_peer_store else cached.num_peer_tokens,
+            num_store_tokens=cached.num_peer_tokens if cached.is_peer_store else 0,
         )
         self._effects.append(
             EndRequest(

@@ -131,6 +131,8 @@ class Fleet:
                 worker.refusal = None
             elif worker.refusal.load is None:
                 worker.refusal = replace(worker.refusal, load=load)
+        if not worker.info.role.computes:
+            return RoomNews.NONE
         if (
             was_refusing != (worker.refusal is not None)
             # One that drains is not waited for: the prefill may come to be local.
@@ -194,7 +196,11 @@ class Fleet:
         worker = self._workers[key]
         worker.churn += num_blocks * self._churn_weight
         self._changed[key] = None
-        num_total_blocks = sum(other.load.num_total_blocks for other in self._workers.values())
+        num_total_blocks = sum(
+            other.load.num_total_blocks
+            for other in self._workers.values()
+            if other.info.role.computes
+        )
         self._churn_weight *= math.exp(min(num_blocks / max(num_total_blocks, 1), 1.0))
         if self._churn_weight > _MAX_CHURN_WEIGHT:
             for other in self._workers.values():

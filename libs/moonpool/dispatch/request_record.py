@@ -26,6 +26,8 @@ class OnWorkers:
     decode: WorkerKey
     #: None: the decode worker prefills it itself.
     prefill: WorkerKey | None
+    #: Whoever prefills was told to read from a store.
+    has_store_peer: bool = False
     has_decode_ended: bool = False
     has_prefill_ended: bool = False
     #: A token of the decode worker has come: the prefill worker's part is over.
@@ -76,7 +78,10 @@ class RequestRecord:
         """An attempt says what it did not have to compute.
 
         What one attempt found and another one computed was computed, so the least of them counts.
+        Requires that it is placed: whom it was told to read from is known from there.
         """
+        assert self.placed is not None, self
+        cached = replace(cached, is_peer_store=self.placed.has_store_peer)
         cached = cached.within(len(self.request.prompt_token_ids))
         if self.num_credible_tokens is not None:
             cached = cached.within(self.num_credible_tokens)

@@ -2,7 +2,7 @@
 
 A prompt is cut into stretches, each a range of its leading tokens; all of them together are the prompt:
 
-    0 .. device .. | .. peer .. | too slow | evicted | routed away | evicted | cold ...... | tail
+    0 .. device .. | .. peer, store .. | too slow | evicted | routed away | evicted | cold ...... | tail
          found                    missed                                                     no block
 
 - found: what no worker computed for this request, by where it lay (the request's usage).
@@ -61,10 +61,11 @@ class ReuseCounts:
     """Tokens of prompts, of one request or of many. They sum: see `num_prompt_tokens`."""
 
     num_requests: int = 0
-    #: device + peer + cold + evicted + routed away + too slow + tail.
+    #: device + peer + store + cold + evicted + routed away + too slow + tail.
     num_prompt_tokens: int = 0
     num_device_tokens: int = 0
     num_peer_tokens: int = 0
+    num_store_tokens: int = 0
     num_cold_tokens: int = 0
     num_evicted_tokens: int = 0
     num_routed_away_tokens: int = 0
@@ -77,7 +78,7 @@ class ReuseCounts:
 
     @property
     def num_found_tokens(self) -> int:
-        return self.num_device_tokens + self.num_peer_tokens
+        return self.num_device_tokens + self.num_peer_tokens + self.num_store_tokens
 
     @property
     def num_missed_tokens(self) -> dict[MissReason, int]:
@@ -245,8 +246,9 @@ def _attribute(opened: _Open, usage: Usage) -> ReuseCounts:
     return ReuseCounts(
         num_requests=1,
         num_prompt_tokens=usage.num_prompt_tokens,
-        num_device_tokens=usage.num_cached_tokens - usage.num_peer_tokens,
+        num_device_tokens=usage.num_device_tokens,
         num_peer_tokens=usage.num_peer_tokens,
+        num_store_tokens=usage.num_store_tokens,
         num_cold_tokens=missed[MissReason.COLD],
         num_evicted_tokens=missed[MissReason.EVICTED],
         num_routed_away_tokens=missed[MissReason.ROUTED_AWAY],

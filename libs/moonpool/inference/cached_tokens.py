@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 
@@ -17,6 +17,8 @@ class CachedTokens:
     num_tokens: int
     #: Of these, the last ones.
     num_peer_tokens: int = 0
+    #: The peer was a store node.
+    is_peer_store: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_peer_tokens <= self.num_tokens, self
@@ -30,4 +32,4 @@ class CachedTokens:
         if num_tokens >= self.num_tokens:
             return self
         num_peer_tokens = max(num_tokens - self.num_device_tokens, 0)
-        return type(self)(num_tokens=num_tokens, num_peer_tokens=num_peer_tokens)
+        return replace(self, num_tokens=num_tokens, num_peer_tokens=num_peer_tokens)

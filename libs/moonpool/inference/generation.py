@@ -95,15 +95,23 @@ class Usage:
     num_completion_tokens: int
     #: Prompt tokens whose KV was not computed for this request, by any of its attempts.
     num_cached_tokens: int
-    #: Of those, how many a worker read from another one that held them; the rest it held itself.
+    #: Of those, how many a worker read from another one that held them ...
     num_peer_tokens: int = 0
+    #: ... and how many from a store; the rest it held itself.
+    num_store_tokens: int = 0
+
+    @property
+    def num_device_tokens(self) -> int:
+        """Of the cached ones, those that lay in the pool of the worker that prefilled."""
+        return self.num_cached_tokens - self.num_peer_tokens - self.num_store_tokens
 
     @property
     def num_cached_tokens_by_source(self) -> dict[str, int]:
         """Sums to `num_cached_tokens`. Every source there is has its key."""
         return {
-            "device": self.num_cached_tokens - self.num_peer_tokens,
+            "device": self.num_device_tokens,
             "peer": self.num_peer_tokens,
+            "store": self.num_store_tokens,
         }
 
 

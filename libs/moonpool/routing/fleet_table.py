@@ -26,7 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 _NOMINAL = np.array([0.0, 1e-4, 0.0, float(1 << 30), 0.0, 0.0, 0.0])
 _NUM_OF_PREFILL = 4
 
-_BOOLS = ("can_decode", "can_prefill", "is_draining", "is_full", "is_inhibited")
+_BOOLS = ("can_decode", "can_prefill", "is_store", "is_draining", "is_full", "is_inhibited")
 _COUNTS = (
     "num_total_blocks",
     "num_available_blocks",
@@ -52,6 +52,7 @@ class FleetTable:
         #: bool[worker] each.
         self.can_decode: BoolArray = np.zeros(0, np.bool_)
         self.can_prefill: BoolArray = np.zeros(0, np.bool_)
+        self.is_store: BoolArray = np.zeros(0, np.bool_)
         self.is_draining: BoolArray = np.zeros(0, np.bool_)
         self.is_full: BoolArray = np.zeros(0, np.bool_)
         self.is_inhibited: BoolArray = np.zeros(0, np.bool_)
@@ -125,6 +126,7 @@ class FleetTable:
         info, load = view.info, view.load
         self.can_decode[row] = info.role.can_decode
         self.can_prefill[row] = info.role.can_prefill
+        self.is_store[row] = not info.role.computes
         self.is_draining[row] = load.is_draining
         self.is_full[row] = view.is_full
         self.is_inhibited[row] = view.is_inhibited

@@ -33,6 +33,8 @@ class PeerMatch:
     key: WorkerKey
     #: A multiple of the block size.
     num_tokens: int
+    #: It is a store node, which computes nothing.
+    is_store: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +216,11 @@ def _plan(forecast: Forecast, row: int, *, exposed_s: float) -> PrefillPlan:
         num_read_tokens=num_read_tokens,
         num_computed_tokens=forecast.query.num_tokens - num_cached_tokens - num_read_tokens,
         peer=(
-            PeerMatch(key=keys[peer_row], num_tokens=int(forecast.num_peer_tokens[row]))
+            PeerMatch(
+                key=keys[peer_row],
+                num_tokens=int(forecast.num_peer_tokens[row]),
+                is_store=bool(forecast.table.is_store[peer_row]),
+            )
             if peer_row >= 0
             else None
         ),

@@ -26,6 +26,10 @@ class WorkerRole(enum.StrEnum):
     def can_decode(self) -> bool:
         return self in (WorkerRole.DECODE, WorkerRole.BOTH)
 
+    @property
+    def computes(self) -> bool:
+        return self is not WorkerRole.STORE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFits:

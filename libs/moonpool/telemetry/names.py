@@ -95,7 +95,7 @@ PROMPT_TOKENS = _counter(
 GENERATION_TOKENS = _counter("moonpool_generation_tokens_total", "Tokens sent to clients.", "model")
 CACHED_TOKENS = _counter(
     "moonpool_actual_hit_tokens_total",
-    "Prompt tokens that no worker had to compute, by where their KV lay: device, peer.",
+    "Prompt tokens that no worker had to compute, by where their KV lay: device, peer, store.",
     "model", "source",
 )  # fmt: skip
 PREDICTED_HIT_TOKENS = _counter(
@@ -322,6 +322,7 @@ ATTR_BACKEND = "moonpool.kv.backend"
 ATTR_REASON = "moonpool.reason"
 ATTR_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 ATTR_PEER_TOKENS = "moonpool.usage.peer_tokens"
+ATTR_STORE_TOKENS = "moonpool.usage.store_tokens"
 ATTR_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 ATTR_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 ATTR_MODEL = "gen_ai.request.model"

@@ -68,6 +68,7 @@ def _placement_to_pb(placement: Placement, now: float) -> pb.ExplainedPlacement:
             num_computed_tokens=plan.num_computed_tokens,
             peer=worker_key_to_pb(plan.peer.key) if plan.peer is not None else None,
             num_peer_tokens=plan.peer.num_tokens if plan.peer is not None else 0,
+            is_peer_store=plan.peer is not None and plan.peer.is_store,
             queue_s=plan.queue_s,
             load_s=plan.load_s,
             compute_s=plan.compute_s,
@@ -197,6 +198,7 @@ def _plan_from_pb(message: pb.ExplainedPlan, path: str) -> PrefillPlan:
         peer=PeerMatch(
             key=worker_key_from_pb(message.peer, f"{path}.peer"),
             num_tokens=message.num_peer_tokens,
+            is_store=message.is_peer_store,
         )
         if message.HasField("peer")
         else None,

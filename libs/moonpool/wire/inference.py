@@ -143,14 +143,7 @@ def generation_event_from_pb(message: pb.GenerateReply) -> GenerationEvent:
             request_id=RequestId(done.request_id),
             model=done.model,
             finish_reason=FinishReason(done.finish_reason),
-            usage=Usage(
-                num_prompt_tokens=done.usage.prompt_tokens,
-                num_completion_tokens=done.usage.completion_tokens,
-                num_cached_tokens=done.usage.cached_tokens,
-                num_peer_tokens=min(
-                    done.usage.cached_tokens_by_source.get("peer", 0), done.usage.cached_tokens
-                ),
-            ),
+            usage=_usage_from_pb(done.usage),
             timing=Timing(
                 ttft_ms=done.timing.ttft_ms, ttft_parts_ms=dict(done.timing.ttft_parts_ms)
             ),
@@ -162,6 +155,18 @@ def generation_event_from_pb(message: pb.GenerateReply) -> GenerationEvent:
             ),
         )
     raise ValueError("a GenerateReply without a kind")
+
+
+def _usage_from_pb(message: pb.Usage) -> Usage:
+    num_cached_tokens, by_source = message.cached_tokens, message.cached_tokens_by_source
+    num_peer_tokens = min(by_source.get("peer", 0), num_cached_tokens)
+    return Usage(
+        num_prompt_tokens=message.prompt_tokens,
+        num_completion_tokens=message.completion_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_peer_tokens=num_peer_tokens,
+        num_store_tokens=min(by_source.get("store", 0), num_cached_tokens - num_peer_tokens),
+    )
 
 
 def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:

@@ -208,7 +208,7 @@ class ChatRunner:
             number=number + 1,
             num_prompt_tokens=len(prompt),
             num_new_tokens=len(prompt) - common,
-            num_device_tokens=usage.num_cached_tokens - usage.num_peer_tokens,
+            num_device_tokens=usage.num_device_tokens,
             num_peer_tokens=usage.num_peer_tokens,
             num_engine_tokens=None if engine is None else engine - num_steps,
             ttft_ms=answer.ttft_ms,

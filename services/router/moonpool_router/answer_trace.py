@@ -56,6 +56,7 @@ class AnswerTrace:
                 names.ATTR_OUTPUT_TOKENS: end.usage.num_completion_tokens,
                 names.ATTR_CACHED_TOKENS: end.usage.num_cached_tokens,
                 names.ATTR_PEER_TOKENS: end.usage.num_peer_tokens,
+                names.ATTR_STORE_TOKENS: end.usage.num_store_tokens,
             }
         )
         if end.error_code is not None:

@@ -109,6 +109,7 @@ class RouterBooks:
         metrics.count(names.PROMPT_TOKENS, counts.num_prompt_tokens, model=model)
         metrics.count(names.CACHED_TOKENS, counts.num_device_tokens, model=model, source="device")
         metrics.count(names.CACHED_TOKENS, counts.num_peer_tokens, model=model, source="peer")
+        metrics.count(names.CACHED_TOKENS, counts.num_store_tokens, model=model, source="store")
         metrics.count(names.PREDICTED_HIT_TOKENS, counts.num_predicted_tokens, model=model)
         metrics.count(names.CEILING_HIT_TOKENS, counts.num_ceiling_tokens, model=model)
         for reason, num_tokens in counts.num_missed_tokens.items():

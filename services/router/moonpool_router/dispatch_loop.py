@@ -170,8 +170,10 @@ class DispatchLoop:
         """What keeps requests from being served this moment; empty if nothing does."""
         if self._has_decode_worker():
             return ""
-        if self._membership.live:
+        if any(info.role.computes for info in self._membership.live):
             return "Prefill workers have joined, but no worker that can decode."
+        if self._membership.live:
+            return "Stores have joined, but no worker yet."
         return "No worker has joined yet."
 
     # -- events --
@@ -394,6 +396,7 @@ class DispatchLoop:
             num_output_tokens=end.usage.num_completion_tokens,
             num_cached_tokens=end.usage.num_cached_tokens,
             num_peer_tokens=end.usage.num_peer_tokens,
+            num_store_tokens=end.usage.num_store_tokens,
             num_attempts=end.num_attempts,
             num_failures=end.num_failures,
         )

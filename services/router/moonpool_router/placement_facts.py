@@ -47,6 +47,7 @@ def placement_facts(placement: Placement) -> dict[str, Fact]:
     if plan.peer is not None:
         facts["peer"] = str(plan.peer.key)
         facts["num_peer_tokens"] = plan.peer.num_tokens
+        facts["is_peer_store"] = plan.peer.is_store
     if placement.previous_outcome:
         facts["after"] = placement.previous_outcome
     return facts

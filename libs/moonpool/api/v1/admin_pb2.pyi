@@ -115,7 +115,7 @@ class ExplainedDisagg(_message.Message):
     def __init__(self, is_remote: _Optional[bool] = ..., reason: _Optional[str] = ..., num_uncached_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., threshold_tokens: _Optional[int] = ..., num_prefill_workers: _Optional[int] = ..., least_queued_tokens: _Optional[int] = ..., local_s: _Optional[float] = ..., remote_s: _Optional[float] = ..., breaks_tpot: _Optional[bool] = ...) -> None: ...
 
 class ExplainedPlan(_message.Message):
-    __slots__ = ("worker", "kind", "num_cached_tokens", "num_read_tokens", "num_computed_tokens", "peer", "num_peer_tokens", "queue_s", "load_s", "compute_s", "exposed_s")
+    __slots__ = ("worker", "kind", "num_cached_tokens", "num_read_tokens", "num_computed_tokens", "peer", "num_peer_tokens", "queue_s", "load_s", "compute_s", "exposed_s", "is_peer_store")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class ExplainedPlan(_message.Message):
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    IS_PEER_STORE_FIELD_NUMBER: _ClassVar[int]
     worker: _request_pb2.WorkerKey
     kind: str
     num_cached_tokens: int
@@ -138,7 +139,8 @@ class ExplainedPlan(_message.Message):
     load_s: float
     compute_s: float
     exposed_s: float
-    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., kind: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., peer: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., num_peer_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
+    is_peer_store: bool
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., kind: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., peer: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., num_peer_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., is_peer_store: _Optional[bool] = ...) -> None: ...
 
 class ExplainedPlacement(_message.Message):
     __slots__ = ("attempt", "policy", "is_measured", "num_tokens", "decode", "disagg", "prefill", "plan", "previous_outcome", "age_s")
@@ -173,7 +175,7 @@ class ExplainReply(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., placements: _Optional[_Iterable[_Union[ExplainedPlacement, _Mapping]]] = ...) -> None: ...
 
 class ReuseCounts(_message.Message):
-    __slots__ = ("num_requests", "num_prompt_tokens", "num_device_tokens", "num_peer_tokens", "num_cold_tokens", "num_evicted_tokens", "num_routed_away_tokens", "num_too_slow_tokens", "num_tail_tokens", "num_predicted_tokens", "max_error_tokens")
+    __slots__ = ("num_requests", "num_prompt_tokens", "num_device_tokens", "num_peer_tokens", "num_cold_tokens", "num_evicted_tokens", "num_routed_away_tokens", "num_too_slow_tokens", "num_tail_tokens", "num_predicted_tokens", "max_error_tokens", "num_store_tokens")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +187,7 @@ class ReuseCounts(_message.Message):
     NUM_TAIL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     num_prompt_tokens: int
     num_device_tokens: int
@@ -196,7 +199,8 @@ class ReuseCounts(_message.Message):
     num_tail_tokens: int
     num_predicted_tokens: int
     max_error_tokens: int
-    def __init__(self, num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_device_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ..., num_cold_tokens: _Optional[int] = ..., num_evicted_tokens: _Optional[int] = ..., num_routed_away_tokens: _Optional[int] = ..., num_too_slow_tokens: _Optional[int] = ..., num_tail_tokens: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., max_error_tokens: _Optional[int] = ...) -> None: ...
+    num_store_tokens: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_device_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ..., num_cold_tokens: _Optional[int] = ..., num_evicted_tokens: _Optional[int] = ..., num_routed_away_tokens: _Optional[int] = ..., num_too_slow_tokens: _Optional[int] = ..., num_tail_tokens: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., max_error_tokens: _Optional[int] = ..., num_store_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerCache(_message.Message):
     __slots__ = ("worker_id", "is_live", "role", "counts", "num_published_blocks", "num_total_blocks", "kv_eviction_policy")
