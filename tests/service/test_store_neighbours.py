@@ -61,7 +61,9 @@ class Store:
 
 
 @asynccontextmanager
-async def two_stores(directory: Directory, clock: ManualClock) -> AsyncIterator[tuple[Store, Store]]:
+async def two_stores(
+    directory: Directory, clock: ManualClock
+) -> AsyncIterator[tuple[Store, Store]]:
     first, second = Store("s0", directory, clock), Store("s1", directory, clock)
     clock.advance(10.0)
     async with asyncio.timeout(_DEADLINE_S), asyncio.TaskGroup() as tasks:

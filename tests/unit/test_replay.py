@@ -9,12 +9,15 @@ import pytest
 
 from moonpool.core.config import CoreConfig
 from moonpool.errors import InvalidRequestError
-from moonpool.kv.eviction import LruEviction
+from moonpool.kv.eviction import EvictionName, LruEviction
 from moonpool.routing.config import PolicyName, RoutingConfig
+from moonpool.tiering.config import StoreConfig
 from moonpool_loadtest.replay.__main__ import main
-from moonpool_loadtest.replay.cluster import Pace, ReplayCluster, Tally
+from moonpool_loadtest.replay.cluster import ReplayCluster
 from moonpool_loadtest.replay.one_pool import make_evictions, replay, replay_belady
+from moonpool_loadtest.replay.pace import Pace, Tally
 from moonpool_loadtest.replay.trace import TraceRequest, ideal_hits, read_trace
+from moonpool_loadtest.replay.virtual_time import NEVER_S, Alarm, VirtualTime
 
 
 def requests(*chains: tuple[int, ...], every_s: float = 10.0) -> list[TraceRequest]:
@@ -82,6 +85,79 @@ def test_placement_goes_where_the_prefix_lies() -> None:
     assert tally.num_device_hits == 4
 
 
+def run_with_stores(
+    trace: list[TraceRequest], *, num_workers: int = 1, num_stores: int, store_blocks: int = 64
+) -> Tally:
+    cluster = ReplayCluster(
+        num_workers=num_workers,
+        core=CoreConfig(num_blocks=8, max_num_batched_tokens=64, is_checked=True),
+        routing=RoutingConfig(policy=PolicyName.MIN_TTFT),
+        pace=Pace(),
+        stores=[
+            StoreConfig(
+                num_blocks=store_blocks,
+                block_bytes=1,
+                eviction=EvictionName.LRU,
+                high_water=1.0,
+                is_checked=True,
+            )
+        ]
+        * num_stores,
+    )
+    tally = cluster.run(trace, on_progress=lambda _: None)
+    cluster.validate()
+    return tally
+
+
+@pytest.mark.parametrize("num_stores", [1, 2])
+def test_stores_keep_what_small_pools_push_out(num_stores: int) -> None:
+    chains = [tuple(range(10 * n, 10 * n + 4)) for n in range(1, 5)]
+    trace = requests(*chains, *chains)
+    without = run_with_stores(trace, num_stores=0)
+    assert without.hit_ratio == 0.0
+    tally = run_with_stores(trace, num_stores=num_stores)
+    assert (tally.num_failed, tally.num_refused_puts) == (0, 0)
+    assert tally.num_store_hits == ideal_hits(trace) == 16
+    assert tally.num_put_blocks >= 16
+    # What is not computed was found, the token behind each prompt's last block apart.
+    assert tally.num_computed_tokens == 4 * 65 + 4
+
+
+def test_a_store_serves_all_workers() -> None:
+    chains = [tuple(range(10 * n, 10 * n + 4)) for n in range(1, 9)]
+    trace = requests(*chains, *chains, every_s=1.0)
+    tally = run_with_stores(trace, num_workers=3, num_stores=1)
+    assert tally.num_failed == 0
+    hits = tally.num_device_hits + tally.num_peer_hits + tally.num_store_hits
+    assert hits == ideal_hits(trace)
+    assert tally.num_store_hits > 0
+
+
+def test_a_small_store_forgets() -> None:
+    chains = [tuple(range(10 * n, 10 * n + 4)) for n in range(1, 9)]
+    trace = requests(*chains, *chains)
+    tally = run_with_stores(trace, num_stores=1, store_blocks=10)
+    assert tally.num_store_hits < ideal_hits(trace) / 2
+
+
+def test_virtual_time_runs_in_order_and_an_alarm_rings_once() -> None:
+    time = VirtualTime()
+    seen: list[tuple[str, float]] = []
+    alarm = Alarm(time, lambda: seen.append(("alarm", time.now)))
+    time.at(2.0, lambda: seen.append(("b", time.now)))
+    time.at(1.0, lambda: seen.append(("a", time.now)))
+    time.at(NEVER_S, lambda: seen.append(("never", time.now)))
+    alarm.set(3.0)
+    alarm.set(1.5)
+    alarm.set(None)
+    alarm.set(2.5)
+    time.run()
+    assert seen == [("a", 1.0), ("alarm", 1.5), ("b", 2.0)]
+    alarm.set(0.0)
+    time.run()
+    assert seen[-1] == ("alarm", 3.0)
+
+
 def write_trace(path: Path, rows: list[dict[str, object]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -116,3 +192,9 @@ def test_the_command_tells_every_arm(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert any(line.startswith(arm) for line in table.splitlines()), arm
     assert main([*arguments, "--what", "evictions", "--pool-tokens", "2048"]) == 0
     assert "belady" in capsys.readouterr().out
+    assert main([*arguments, "--what", "stores", "--total-tokens", "30000"]) == 0
+    table = capsys.readouterr().out
+    for arm in ("ideal", "stores, lru ", "stores, s3_fifo", "the best"):
+        assert any(line.startswith(arm) for line in table.splitlines()), arm
+    assert main([*arguments, "--what", "stores", "--total-tokens", "2048"]) == 1
+    assert "--total-tokens must be more" in capsys.readouterr().err

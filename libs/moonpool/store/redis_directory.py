@@ -140,27 +140,24 @@ class RedisDirectory:
         return await self._call(remove) is not None
 
     async def read(self) -> RingView | None:
-        async def fetch() -> tuple[list[bytes], list[bytes | None]]:
-            names = sorted(await self._client.smembers(self._names_key))[:MAX_RECORDS]
+        async def fetch() -> dict[bytes, bytes]:
+            names = sorted(map(_as_bytes, await self._client.smembers(self._names_key)))
+            names = names[:MAX_RECORDS]
             if not names:
-                return [], []
+                return {}
             keys = [self._record_key(name.decode(errors="replace")) for name in names]
-            values = await self._client.mget(keys)
-            ended = [name for name, value in zip(names, values, strict=True) if value is None]
+            found = dict(zip(names, await self._client.mget(keys), strict=True))
+            ended = [name for name, value in found.items() if value is None]
             if ended:
                 # One that comes back right now is heard of again at its next beat.
                 await self._client.srem(self._names_key, *ended)
-            return names, values
+            return {name: _as_bytes(value) for name, value in found.items() if value is not None}
 
-        found = await self._call(fetch)
-        if found is None:
+        values = await self._call(fetch)
+        if values is None:
             return None
-        records = []
-        for name, value in zip(*found, strict=True):
-            record = self._decode(name, value) if value is not None else None
-            if record is not None:
-                records.append(record)
-        return RingView.of(records)
+        decoded = (self._decode(name, value) for name, value in values.items())
+        return RingView.of(record for record in decoded if record is not None)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -246,3 +243,8 @@ class RedisDirectory:
             self._lost.clear()
             self._connected.set()
             await self._lost.wait()
+
+
+def _as_bytes(value: bytes | str) -> bytes:
+    """The client gives bytes, as it is set up; its types allow both."""
+    return value if isinstance(value, bytes) else value.encode()

@@ -176,7 +176,9 @@ class CopyBook:
 
     def is_left(self, now: float) -> bool:
         """Whether a node that leaves has asked for all that it held, each long enough."""
-        return self._is_leaving and not self._leaving and all(t <= now for t in self._asked.values())
+        return (
+            self._is_leaving and not self._leaving and all(t <= now for t in self._asked.values())
+        )
 
     def validate(self) -> None:
         """Check every invariant; raises AssertionError."""
@@ -237,9 +239,7 @@ class CopyBook:
         ]
 
 
-def _ask(
-    kind: CopyKind, hashes: tuple[BlockHash, ...], takers: tuple[WorkerId, ...]
-) -> ChainCopy:
+def _ask(kind: CopyKind, hashes: tuple[BlockHash, ...], takers: tuple[WorkerId, ...]) -> ChainCopy:
     return ChainCopy(kind=kind, tenant=DEFAULT_TENANT, hashes=hashes, takers=takers)
 
 

@@ -153,7 +153,7 @@ class ReplicaPlanner:
     # -- parts --
 
     def _rate(self, chain: _Chain, now: float) -> float:
-        return chain.bytes_per_s * 0.5 ** ((now - chain.at_s) / self._config.half_life_s)
+        return chain.bytes_per_s * math.exp2((chain.at_s - now) / self._config.half_life_s)
 
     def _num_copies(self, num_before: int, bytes_per_s: float) -> int:
         config = self._config

@@ -201,9 +201,7 @@ class StoreService:
         life.spawn(engine.run(), name="store-engine")
         await engine.wait_running()
         life.stack.callback(self._servicer.close)
-        await node.serve(
-            life, parts, open_services=lambda: self._servicer.open(parts.key, engine)
-        )
+        await node.serve(life, parts, open_services=lambda: self._servicer.open(parts.key, engine))
         neighbours = Neighbours(
             key=parts.key,
             address=parts.address,

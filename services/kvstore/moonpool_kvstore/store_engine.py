@@ -231,9 +231,7 @@ class StoreEngine:
                 match command:
                     case Prefill() | Decode():
                         refused.append(
-                            Refused(
-                                attempt_id=command.attempt_id, reason=RefuseReason.NEVER_FITS
-                            )
+                            Refused(attempt_id=command.attempt_id, reason=RefuseReason.NEVER_FITS)
                         )
                     case BlocksArrived() | Arrived() | Release():
                         # Of attempts that were refused.
