@@ -64,9 +64,7 @@ class World:
     async def stop(self, store: RunningStore) -> None:
         await self._started.pop(store).aclose()
 
-    async def worker(
-        self, worker_id: str, **settings: Any
-    ) -> tuple[RunningWorker, RouterClient]:
+    async def worker(self, worker_id: str, **settings: Any) -> tuple[RunningWorker, RouterClient]:
         """A worker that offers nothing by itself, and reads whenever a peer is named."""
         return await self._workers.start(
             worker_id, **{"kv_offload": False, "kv_peer_reads": "always"} | settings
@@ -75,7 +73,9 @@ class World:
     async def stop_worker(self, worker: RunningWorker) -> None:
         await self._workers.stop(worker)
 
-    def chain(self, store: RunningStore, request: InferenceRequest = FIRST) -> tuple[BlockHash, ...]:
+    def chain(
+        self, store: RunningStore, request: InferenceRequest = FIRST
+    ) -> tuple[BlockHash, ...]:
         """The first blocks of a request, as everyone in the cluster names them."""
         secret = load_or_create_secret(self.path)
         seed = NamespaceSeeds(store.service.shell.hello.namespace, secret.value)(request)
@@ -350,9 +350,7 @@ async def test_workers_offer_what_they_compute_over_a_real_broker(tmp_path: Path
         def bus() -> NatsBus:
             return NatsBus(broker.url, name=f"test {next(numbers)}")
 
-        store = await stack.enter_async_context(
-            running_store(store_config(tmp_path, model), bus())
-        )
+        store = await stack.enter_async_context(running_store(store_config(tmp_path, model), bus()))
 
         async def worker(worker_id: str) -> RouterClient:
             config = worker_config(

@@ -30,7 +30,9 @@ def counts(config: ClusterConfig) -> list[tuple[str, int]]:
 def test_store_counts_of_flags_and_of_a_file() -> None:
     none = ClusterConfig()
     assert with_store_count(none, options()) == none
-    two = with_store_count(ClusterConfig.model_validate({"store": {"host_bytes": "1MiB"}}), options(2))
+    two = with_store_count(
+        ClusterConfig.model_validate({"store": {"host_bytes": "1MiB"}}), options(2)
+    )
     assert counts(two) == [("store", 2)]
     assert two.stores[0].settings.host_bytes == 2**20
     of_file = ClusterConfig.model_validate({"stores": [{"name": "kv", "host_bytes": "2MiB"}]})

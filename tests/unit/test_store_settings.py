@@ -98,7 +98,10 @@ def test_groups_of_stores_have_keys_of_their_own(tmp_path: Path) -> None:
             "stores: another group is named 'a': give each its own name",
         ),
         ("[[stores]]\nname='decode'", "another group is named 'decode'"),
-        ("[[stores]]\nsd_dir='/x'", "stores[0].sd_dir (cluster.toml): unknown key; did you mean ssd_dir"),
+        (
+            "[[stores]]\nsd_dir='/x'",
+            "stores[0].sd_dir (cluster.toml): unknown key; did you mean ssd_dir",
+        ),
         (
             "stores = 2\n[store]\nssd_bytes = '1 cup'",
             "store.ssd_bytes = '1 cup' (cluster.toml): allowed is a number of bytes",

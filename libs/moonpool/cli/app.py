@@ -162,9 +162,7 @@ def up(
     ssd_strict: Annotated[
         bool | None, typer.Option("--ssd-strict", help="Never start a store without its SSD.")
     ] = None,
-    host_size: Annotated[
-        str | None, typer.Option(help="Memory of each store, like 1GiB.")
-    ] = None,
+    host_size: Annotated[str | None, typer.Option(help="Memory of each store, like 1GiB.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of both doors; not loopback needs --api-key.")

@@ -325,7 +325,9 @@ def check_ssd(task: Task) -> Iterator[Finding]:
     config = task.config
     groups = config.stores or (StoreGroup(settings=config.store),)
     if config.stores and all(group.settings.ssd_dir is None for group in config.stores):
-        yield _info("ssd", "stores keep KV in memory only; on a disk too: --ssd DIR --ssd-size 4GiB")
+        yield _info(
+            "ssd", "stores keep KV in memory only; on a disk too: --ssd DIR --ssd-size 4GiB"
+        )
     for group in groups:
         if group.settings.ssd_dir is not None:
             yield from _check_ssd_of(group)

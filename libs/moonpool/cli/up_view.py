@@ -144,9 +144,7 @@ class JsonView:
 
     def on_part(self, event: PartEvent) -> None:
         warning = {"warning": event.warning} if event.warning else {}
-        self._say(
-            "part", part=event.part, state=event.state.value, detail=event.detail, **warning
-        )
+        self._say("part", part=event.part, state=event.state.value, detail=event.detail, **warning)
 
     def on_ready(self, facts: ClusterFacts) -> None:
         self._say(

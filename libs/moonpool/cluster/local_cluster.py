@@ -34,8 +34,8 @@ from moonpool.cluster.nats_server import NatsServer
 from moonpool.cluster.part import Part, PartEvent, PartSpec, PartState, RestartPolicy
 from moonpool.cluster.process import ChildProcess
 from moonpool.config.process import (
-    RouterConfig,
     KvStoreConfig,
+    RouterConfig,
     WorkerConfig,
     router_config,
     store_configs,

@@ -255,9 +255,7 @@ class Part:
             self._state = state
             self._detail = detail
             self._changed.notify_all()
-        self._on_event(
-            PartEvent(part=self.name, state=state, detail=detail, warning=warning)
-        )
+        self._on_event(PartEvent(part=self.name, state=state, detail=detail, warning=warning))
 
     def _log_tail(self) -> str:
         return self._process.log_tail() if self._process is not None else "(never started)"

@@ -183,9 +183,7 @@ def _check_key(key: str, origin: str) -> str | None:
     """The mistake in a dotted key, if there is one."""
     parts = tuple(key.split("."))
     allowed = keys_at(ClusterConfig, parts[:-1])
-    if key in _DEFAULTS_BY_GROUPS or (
-        parts[-1] in allowed and parts[0] not in _DEFAULTS_BY_GROUPS
-    ):
+    if key in _DEFAULTS_BY_GROUPS or (parts[-1] in allowed and parts[0] not in _DEFAULTS_BY_GROUPS):
         return None
     if parts[0] in _DEFAULTS_BY_GROUPS:
         return f"{key} ({origin}): single {parts[0]} can only be set in a file"

@@ -269,7 +269,9 @@ STORE_EVICTED_BLOCKS = _counter(
     "kind",
 )
 STORE_LOADED_BLOCKS = _counter(
-    "moonpool_store_loaded_blocks_total", "Blocks read from disk into memory: ok, failed, bad.", "outcome"
+    "moonpool_store_loaded_blocks_total",
+    "Blocks read from disk into memory: ok, failed, bad.",
+    "outcome",
 )
 STORE_WRITTEN_BLOCKS = _counter(
     "moonpool_store_written_blocks_total",
@@ -280,7 +282,8 @@ STORE_DISK_BYTES = _counter(
     "moonpool_store_disk_bytes_total", "Bytes that went to and came from the disk.", "direction"
 )
 STORE_WRITE_BUDGET = _gauge(
-    "moonpool_store_write_budget_bytes", "What may be written to the disk now; absent without a budget."
+    "moonpool_store_write_budget_bytes",
+    "What may be written to the disk now; absent without a budget.",
 )
 STORE_BREAKER = _gauge(
     "moonpool_store_breaker",
