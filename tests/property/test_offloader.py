@@ -28,6 +28,7 @@ CHAINS = [
 ]
 NAMES = ("s0", "s1", "s2")
 CONFIG = OffloaderConfig(
+    min_blocks=3,
     quiet_s=0.2,
     max_wait_s=1.0,
     max_puts=3,

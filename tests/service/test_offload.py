@@ -51,7 +51,9 @@ LAYOUT = KvLayout.block_major(
     num_blocks=4, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32"
 )
 #: Nothing that a test waits for takes long.
-CONFIG = OffloaderConfig(quiet_s=0.02, max_wait_s=0.1, retry_s=0.05, ask_again_s=0.02, busy_s=0.05)
+CONFIG = OffloaderConfig(
+    min_blocks=1, quiet_s=0.02, max_wait_s=0.1, retry_s=0.05, ask_again_s=0.02, busy_s=0.05
+)
 SEEDS = NamespaceSeeds(make_model_namespace(), SECRET)
 
 

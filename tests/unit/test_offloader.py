@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,14 @@ from moonpool.tiering.protocol import PutRefusal
 from support.kv import make_chain
 
 QUIET_S = 0.25
-CONFIG = OffloaderConfig(quiet_s=QUIET_S, max_wait_s=2.0, max_puts=4, max_puts_per_store=2)
+
+
+def make_config(**settings: Any) -> OffloaderConfig:
+    """One block is enough to be offered soon."""
+    return OffloaderConfig(**{"min_blocks": 1, "quiet_s": QUIET_S, "max_wait_s": 2.0} | settings)
+
+
+CONFIG = make_config(max_puts=4, max_puts_per_store=2)
 
 
 class Driven:
@@ -140,6 +148,29 @@ def test_a_chain_that_goes_on_growing_does_not_wait_for_ever() -> None:
     assert len(begun) == 1
 
 
+def test_the_blocks_of_an_answer_wait_for_each_other() -> None:
+    d = Driven("s0", config=make_config(min_blocks=4))
+    chain = make_chain(range(40))
+    d.store(chain[:10])
+    (put,) = d.after(1.0)
+    d.settle(put)
+    lengths: list[int] = []
+    for end in range(11, 41):
+        d.store(chain[:end], start=end - 1)
+        # Longer than a quiet time.
+        for put in d.after(0.5):
+            lengths.append(len(put.hashes))
+            d.answer(put, 0)
+    assert lengths == [14, 18, 22, 26, 30, 34, 38]
+
+
+def test_a_few_blocks_are_offered_in_the_end() -> None:
+    d = Driven("s0", config=make_config(min_blocks=4))
+    d.store(make_chain("abc"))
+    assert d.after(1.9) == []
+    assert chains(d.after(0.2)) == [tuple(make_chain("abc"))]
+
+
 def test_branches_are_offered_each() -> None:
     d = Driven("s0")
     first, second = make_chain("abcd"), make_chain("abxy")
@@ -158,7 +189,7 @@ def test_the_tenant_is_that_of_the_first_block() -> None:
 
 
 def test_roots_are_forgotten_in_the_end() -> None:
-    d = Driven("s0", config=OffloaderConfig(max_roots=2))
+    d = Driven("s0", config=make_config(max_roots=2))
     roots = [make_chain([number])[0] for number in range(3)]
     for root in roots:
         d.machine.note_root(root, "acme")
@@ -174,7 +205,7 @@ def test_roots_are_forgotten_in_the_end() -> None:
 
 def test_a_chain_goes_to_its_home() -> None:
     names = ("s0", "s1", "s2")
-    d = Driven(*names, config=OffloaderConfig(max_puts=64, max_puts_per_store=64))
+    d = Driven(*names, config=make_config(max_puts=64, max_puts_per_store=64))
     weights = {WorkerId(name): 1.0 for name in names}
     all_chains = [make_chain([number, 1, 2]) for number in range(30)]
     for chain in all_chains:
@@ -360,7 +391,7 @@ def test_few_puts_are_under_way() -> None:
 
 
 def test_of_too_many_the_oldest_wait_behind_the_others() -> None:
-    d = Driven("s0", config=OffloaderConfig(max_fresh=3, max_puts=1, max_puts_per_store=1))
+    d = Driven("s0", config=make_config(max_fresh=3, max_puts=1, max_puts_per_store=1))
     d.store(make_chain("first"))
     (put,) = d.after(1.0)
     all_chains = [make_chain([number, 1]) for number in range(6)]
@@ -393,7 +424,7 @@ def test_a_chain_whose_put_failed_is_offered_once_more() -> None:
 
 
 def test_a_store_that_fails_again_and_again_is_left_alone() -> None:
-    config = OffloaderConfig(max_puts=3, max_puts_per_store=3, retry_s=0.1)
+    config = make_config(max_puts=3, max_puts_per_store=3, retry_s=0.1)
     d = Driven("s0", config=config)
     for number in range(10):
         d.store(make_chain([number, 1]))
@@ -412,7 +443,7 @@ def test_a_store_that_fails_again_and_again_is_left_alone() -> None:
 
 
 def test_a_bad_store_does_not_keep_a_good_one_waiting() -> None:
-    d = Driven("s0", "s1", config=OffloaderConfig(max_puts=4, max_puts_per_store=2))
+    d = Driven("s0", "s1", config=make_config(max_puts=4, max_puts_per_store=2))
     weights = {WorkerId("s0"): 1.0, WorkerId("s1"): 1.0}
     all_chains = [make_chain([number, 1]) for number in range(30)]
     for chain in all_chains:
@@ -478,7 +509,7 @@ def test_a_store_that_comes_back_empty_is_filled_one_put_at_a_time() -> None:
 
 
 def test_what_is_new_goes_before_what_is_offered_again() -> None:
-    d = Driven(config=OffloaderConfig(max_puts=1, max_puts_per_store=1))
+    d = Driven(config=make_config(max_puts=1, max_puts_per_store=1))
     old = [make_chain([number, 1]) for number in range(3)]
     for chain in old:
         d.store(chain)
@@ -509,7 +540,7 @@ def test_an_answer_of_a_life_that_is_over_tells_nothing() -> None:
 
 
 def test_a_store_that_dies_leaves_its_chains_to_the_others() -> None:
-    d = Driven("s0", "s1", config=OffloaderConfig(max_puts=64, max_puts_per_store=64))
+    d = Driven("s0", "s1", config=make_config(max_puts=64, max_puts_per_store=64))
     all_chains = [make_chain([number, 1]) for number in range(20)]
     for chain in all_chains:
         d.store(chain)

@@ -6,8 +6,9 @@ reads it from the worker, under a lock that its stream holds (handoff/fetch_hold
 block from being evicted, and what is gone by then is a miss.
 
 Rules
-- A chain is the blocks from the start to a tip. What it grows by within `quiet_s`, at most within
-  `max_wait_s`, is one offer: the chunks of a prompt, the blocks of an answer.
+- A chain is the blocks from the start to a tip. What it grows by is one offer as long as no `quiet_s` lie
+  between, and at most for `max_wait_s`: the chunks of a prompt. Fewer than `min_blocks` always wait so
+  long: the blocks of an answer come one by one.
 - A chain goes to its home (tiering/homes.py), whole: the store knows what of it it lacks. Once it has read,
   it is asked again: when it wants nothing more it holds the chain, which is not offered to it again, for as
   long as it stays in the cache.
@@ -62,9 +63,10 @@ _STALE_PER_TICK = 64
 class OffloaderConfig:
     """Validated in config/; here only asserted."""
 
-    #: A chain that has not grown for so long is offered.
-    quiet_s: float = 0.25
-    #: One that goes on growing is offered so long after its first new block.
+    #: A chain that has grown by this many blocks is offered when it has not grown for `quiet_s`.
+    min_blocks: int = 8
+    quiet_s: float = 0.1
+    #: Any other one is offered so long after its first new block.
     max_wait_s: float = 2.0
     max_puts: int = 4
     max_puts_per_store: int = 2
@@ -92,6 +94,7 @@ class OffloaderConfig:
         assert 0.0 <= self.quiet_s <= self.max_wait_s, self
         assert 1 <= self.max_puts_per_store <= self.max_puts, self
         assert min(self.max_attempts, self.max_asks, self.max_fresh, self.max_roots) >= 1, self
+        assert self.min_blocks >= 1, self
         assert min(self.retry_s, self.read_s, self.busy_s, self.ramp_s) > 0.0, self
 
 
@@ -125,6 +128,8 @@ class PutOutcome(enum.StrEnum):
 class _Fresh:
     since: float
     due_at: float
+    #: Blocks by which the chain has grown since.
+    num_blocks: int = 0
     num_failures: int = 0
     num_asks: int = 0
     #: Of the chain; None until it is looked for.
@@ -380,14 +385,17 @@ class Offloader:
             tip = block_hash
         if tip is None or not self._stores:
             return
-        since = now
+        since, num_blocks = now, len(hashes)
         if parent_hash is not None:
             self._stale.pop(parent_hash, None)
             before = self._fresh.pop(parent_hash, None)
-            since = before.since if before is not None else now
+            if before is not None:
+                since, num_blocks = before.since, before.num_blocks + num_blocks
         config = self._config
-        due_at = min(now + config.quiet_s, since + config.max_wait_s)
-        self._add_fresh(tip, _Fresh(since=since, due_at=max(due_at, now)))
+        due_at = since + config.max_wait_s
+        if num_blocks >= config.min_blocks:
+            due_at = min(due_at, now + config.quiet_s)
+        self._add_fresh(tip, _Fresh(since=since, due_at=max(due_at, now), num_blocks=num_blocks))
 
     def _forget(self, block_hash: BlockHash) -> None:
         """It has left the cache. Its place is its parent's, if that is still there."""
