@@ -408,6 +408,20 @@ def test_of_too_many_the_oldest_wait_behind_the_others() -> None:
     assert set(done[3:]) == {tuple(chain) for chain in all_chains[:3]}
 
 
+def test_one_tick_does_not_go_through_everything() -> None:
+    d = Driven("s0", config=make_config(max_puts=1_000, max_puts_per_store=1_000))
+    all_chains = [make_chain(range(1_000 * n, 1_000 * n + 60)) for n in range(200)]
+    d.machine.on_cache_events(
+        [BlockStored(hashes=tuple(chain), parent_hash=None) for chain in all_chains], d.now
+    )
+    d.now = QUIET_S
+    at_once = d.machine.tick(d.now)
+    assert 0 < len(at_once) < len(all_chains)
+    assert d.machine.next_due(d.now) == d.now
+    rest = d.after(0.0)
+    assert {*chains(at_once), *chains(rest)} == {tuple(chain) for chain in all_chains}
+
+
 # -- stores that do not do well --
 
 

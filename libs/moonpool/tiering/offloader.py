@@ -55,8 +55,9 @@ from moonpool.tiering.protocol import PutRefusal
 
 #: Of chains whose first block was not noted: nobody's quota but the common one.
 DEFAULT_TENANT = "default"
-#: Stale tips that are looked at in one tick.
-_STALE_PER_TICK = 64
+#: Blocks that one tick goes through on its way to the starts of chains: a millisecond's work. What is due
+#: beyond that is looked at in the next tick, which is due at once.
+_BLOCKS_PER_TICK = 8_192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +177,11 @@ class Offloader:
         self._fresh: dict[BlockHash, _Fresh] = {}
         #: Looked at in this order.
         self._stale: OrderedDict[BlockHash, None] = OrderedDict()
+        self._stale_due_at = -math.inf
         self._puts: dict[int, _Put] = {}
         self._num_begun = 0
+        #: What the tick under way may still go through.
+        self._num_blocks_left = 0
         self._num_missed_blocks = 0
         self._tenants: OrderedDict[BlockHash, str] = OrderedDict()
 
@@ -291,10 +295,11 @@ class Offloader:
         effects: list[BeginPut] = []
         if not self._stores:
             return effects
+        self._num_blocks_left = _BLOCKS_PER_TICK
         due = [(fresh.due_at, tip) for tip, fresh in self._fresh.items() if fresh.due_at <= now]
         weights = self._live.weights(now) if due or self._stale else {}
         for _, tip in sorted(due, key=itemgetter(0)):
-            if len(self._puts) >= self._config.max_puts:
+            if len(self._puts) >= self._config.max_puts or self._num_blocks_left <= 0:
                 break
             fresh = self._fresh[tip]
             if fresh.home_key is None:
@@ -311,16 +316,17 @@ class Offloader:
     def next_due(self, now: float) -> float | None:
         """When `tick` has something to do next, if nothing happens before. Call after `tick(now)`."""
         times = [fresh.due_at for fresh in self._fresh.values() if fresh.due_at > now]
-        is_waiting = len(times) < len(self._fresh) or bool(self._stale)
-        if is_waiting and len(self._puts) < self._config.max_puts:
+        is_kept_waiting = len(times) < len(self._fresh)
+        if is_kept_waiting and self._num_blocks_left <= 0:
+            times.append(now)
+        if is_kept_waiting and len(self._puts) < self._config.max_puts:
             times += [
                 ready_at
                 for store in self._stores.values()
                 if now < (ready_at := self._ready_at(store, now)) < math.inf
             ]
-        if self._stale and not self._puts and not times:
-            # There are more of them than are looked at in one tick.
-            times.append(now)
+        if self._stale and not self._puts:
+            times.append(max(self._stale_due_at, now))
         times += [put.read_until for put in self._puts.values() if put.read_until is not None]
         expires_at = self._live.next_due()
         if expires_at is not None:
@@ -425,6 +431,7 @@ class Offloader:
         hashes = [tip]
         while (parent := self._parents[hashes[-1]]) is not None:
             hashes.append(parent)
+        self._num_blocks_left -= len(hashes)
         return tuple(reversed(hashes))
 
     # -- waiting --
@@ -474,18 +481,19 @@ class Offloader:
         self, effects: list[BeginPut], weights: dict[WorkerId, float], now: float
     ) -> None:
         """One put at a time, when there is nothing else to do."""
-        for _ in range(min(len(self._stale), _STALE_PER_TICK)):
-            if self._puts:
-                return
+        if now < self._stale_due_at:
+            return
+        while self._stale and not self._puts and self._num_blocks_left > 0:
             tip, _ = self._stale.popitem(last=False)
             chain = self._chain(tip)
             store = self._store(weights, home_key(chain))
             if tip in store.held:
                 continue
             if self._ready_at(store, now) > now:
-                # The others may be at home elsewhere.
+                # The next one may be at home elsewhere.
                 self._stale[tip] = None
-                continue
+                self._stale_due_at = now + self._config.busy_s
+                return
             effects.append(self._begin(store, chain, _Fresh(since=now, due_at=now), now))
 
     # -- puts --
