@@ -55,8 +55,12 @@ from moonpool.tiering.protocol import (
 from moonpool.tiering.store_core import StoreCore
 from support.store import BLOCK_BYTES, BLOCK_SIZE, attempt, chain, make_config
 
-#: Few letters, so that chains share beginnings.
-_CHAINS = st.text(alphabet="ab", min_size=1, max_size=7)
+#: Few of them, so that they come again and share beginnings.
+_CHAINS = st.builds(
+    lambda tokens, length: tokens[:length],
+    st.sampled_from(["aaaaaaa", "aaaabbb", "aabbbbb", "bbbbbbb"]),
+    st.integers(1, 7),
+)
 _TORN = None
 _TENANTS = ("", "small", "large")
 
@@ -65,13 +69,13 @@ class StoreMachine(RuleBasedStateMachine):
     """See the file's head."""
 
     @initialize(
-        num_blocks=st.integers(1, 10),
+        num_blocks=st.sampled_from([1, 4, 7, 9, 12]),
         eviction=st.sampled_from(EvictionName),
-        admission=st.sampled_from(DiskAdmission),
-        has_disk=st.booleans(),
-        high_water=st.sampled_from([0.5, 0.9, 1.0]),
-        max_puts=st.integers(1, 4),
-        budget=st.sampled_from([None, 0, 12 * 5 * BLOCK_BYTES]),
+        admission=st.sampled_from([DiskAdmission.ALL, *DiskAdmission]),
+        has_disk=st.sampled_from([True, True, False]),
+        high_water=st.sampled_from([1.0, 0.9, 0.5]),
+        max_puts=st.sampled_from([3, 1]),
+        budget=st.sampled_from([None, 12 * 5 * BLOCK_BYTES, 0]),
         scanned=_CHAINS,
     )
     def begin(
@@ -122,7 +126,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.loads: list[LoadBlocks] = []
         self.writes: list[WriteBlocks] = []
         self.pins: list[int] = []
+        #: Chains that somebody may ask for.
+        self.offered: list[tuple[BlockHash, ...]] = []
         if has_disk:
+            self.offered.append(chain(scanned))
             self.disk |= set(chain(scanned))
             self.say(DiskContents(hashes=chain(scanned)))
 
@@ -187,6 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
         # A tenant's chains are its own, as its namespace makes them.
         hashes = chain(tenant + tokens)[len(tenant) :]
         attempt_id = attempt(self.number())
+        self.offered.append(hashes)
         num_refused = self.num_refused()
         before = self.core.stats(self.now).tenants
         wanted = self.first_missing_run(hashes)
@@ -226,14 +234,27 @@ class StoreMachine(RuleBasedStateMachine):
     def num_refused(self) -> int:
         return sum(number for _, number in self.core.stats(self.now).num_refused_puts)
 
+    @rule(tokens=_CHAINS, tenant=st.sampled_from(_TENANTS))
+    def put(self, tokens: str, tenant: str) -> None:
+        """Offer it and read all that is wanted."""
+        self.offer(tokens, tenant)
+        attempt_id = attempt(self.num_begun)
+        if attempt_id in self.reading:
+            self.bring(attempt_id, len(self.targets(self.reading[attempt_id])), is_end=True)
+
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), is_end=st.booleans())
     def fetch(self, data: st.DataObject, is_end: bool) -> None:
         attempt_id = data.draw(st.sampled_from(list(self.reading)))
+        num_targets = len(self.targets(self.reading[attempt_id]))
+        come = data.draw(st.integers(self.come[attempt_id], num_targets))
+        self.bring(attempt_id, come, is_end=is_end)
+
+    def bring(self, attempt_id: AttemptId, come: int, *, is_end: bool) -> None:
+        """So many blocks of a put are verified."""
         reserved = self.reading[attempt_id]
         targets = self.targets(reserved)
         first = len(reserved.hashes) - len(targets)
-        come = data.draw(st.integers(self.come[attempt_id], len(targets)))
         for offset in range(self.come[attempt_id], come):
             self.arena[targets[offset]] = reserved.hashes[first + offset]
         self.come[attempt_id] = come
@@ -265,9 +286,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- gets --
 
-    @rule(tokens=_CHAINS, tenant=st.sampled_from(_TENANTS))
-    def lock(self, tokens: str, tenant: str) -> None:
-        hashes = chain(tenant + tokens)[len(tenant) :]
+    @precondition(lambda self: self.offered)
+    @rule(data=st.data(), length=st.sampled_from([7, 7, 4, 1]))
+    def lock(self, data: st.DataObject, length: int) -> None:
+        hashes = data.draw(st.sampled_from(self.offered))[:length]
         read_id = self.number()
         held = [block_hash in self.published for block_hash in hashes]
         num_held = held.index(False) if False in held else len(held)
@@ -290,11 +312,13 @@ class StoreMachine(RuleBasedStateMachine):
     # -- the disk --
 
     @precondition(lambda self: self.loads)
-    @rule(data=st.data(), is_bad=st.booleans())
-    def load(self, data: st.DataObject, is_bad: bool) -> None:
+    @rule(data=st.data(), is_whole=st.booleans(), is_bad=st.booleans())
+    def load(self, data: st.DataObject, is_whole: bool, is_bad: bool) -> None:
         load = data.draw(st.sampled_from(self.loads))
         self.loads.remove(load)
-        num_blocks = data.draw(st.integers(0, len(load.blocks)))
+        num_blocks = len(load.blocks)
+        if not is_whole:
+            num_blocks = data.draw(st.integers(0, num_blocks))
         there = [block_hash in self.disk for block_hash, _ in load.blocks]
         num_blocks = min(num_blocks, there.index(False) if False in there else len(there))
         for block_hash, block_id in load.blocks[:num_blocks]:
@@ -304,14 +328,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.disk & set(bad) or not bad
 
     @precondition(lambda self: self.writes)
-    @rule(data=st.data())
-    def write(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_whole=st.booleans())
+    def write(self, data: st.DataObject, is_whole: bool) -> None:
         write = data.draw(st.sampled_from(self.writes))
         self.writes.remove(write)
         kept = []
         for block_hash, block_id in write.blocks:
             assert self.arena[block_id] == block_hash, "a block changed while it was written"
-            if data.draw(st.integers(0, 3)):
+            if is_whole or data.draw(st.booleans()):
                 kept.append(block_hash)
         self.disk |= set(kept)
         self.say(BlocksWritten(write_id=write.write_id, hashes=tuple(kept)))
@@ -319,13 +343,13 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.disk)
     @rule(data=st.data())
     def reclaim(self, data: st.DataObject) -> None:
-        hashes = data.draw(st.lists(st.sampled_from(sorted(self.disk)), max_size=3))
+        hashes = data.draw(st.lists(st.sampled_from(sorted(self.disk)), max_size=2))
         self.disk -= set(hashes)
         self.say(DiskDropped(hashes=tuple(hashes)))
 
     # -- the rest --
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 31.0, 10_000.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0, 2.0, 31.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.core.tick(self.now)
@@ -347,6 +371,7 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         self.say(Unpin(pin_id=data.draw(st.sampled_from(self.pins))))
 
+    @precondition(lambda self: self.num_begun % 8 == 7)
     @rule()
     def clear(self) -> None:
         self.say(ClearCache())
@@ -354,7 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert not self.published
             assert self.core.ledger().num_cached == 0
 
-    @precondition(lambda self: self.num_begun > 15)
+    @precondition(lambda self: self.num_begun % 25 == 24)
     @rule(hand_back=st.booleans())
     def drain(self, hand_back: bool) -> None:
         self.is_draining = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moonpool.core.protocol import PrefixLocked
 from moonpool.ids import BlockId
 from moonpool.kv.events import BlockRemoved
+from moonpool.kv.eviction import EvictionName
 from moonpool.tiering.breaker import BreakerConfig, BreakerState
 from moonpool.tiering.protocol import (
     BlocksLoaded,
@@ -22,6 +23,7 @@ from support.store import (
     ids,
     loaded,
     make_frame,
+    removed,
     reserved,
 )
 
@@ -196,6 +198,15 @@ def test_what_is_loaded_pushes_out_what_is_older_and_that_stays_published_if_it_
     assert store.core.take_frame().cache_events == ()
     stats = store.core.stats(0.0)
     assert (stats.num_evicted_blocks, stats.num_demoted_blocks) == (4, 4)
+
+
+def test_what_was_asked_for_again_outlives_what_was_only_put_again() -> None:
+    store = Store(num_blocks=10, eviction=EvictionName.S3_FIFO)
+    store.put("ab")
+    store.get("ab")
+    store.put("xy")
+    store.put("xy")
+    assert store.offer("12345678", 1).cache_events == (removed("xy", 0),)
 
 
 def test_a_get_that_has_waited_long_enough_is_told_what_has_come() -> None:
