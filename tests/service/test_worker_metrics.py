@@ -9,6 +9,7 @@ import httpx
 from moonpool.core.protocol import Refused
 from moonpool.telemetry.names import METRICS
 from moonpool.worker.books import WORKER_METRICS
+from moonpool_kvstore.books import STORE_METRICS
 from moonpool_router.books import ROUTER_METRICS
 from support.requests import make_request
 from support.worker_pair import fake_workers
@@ -25,7 +26,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def test_every_metric_belongs_to_a_process() -> None:
-    assert set(ROUTER_METRICS) | set(WORKER_METRICS) == set(METRICS)
+    assert {*ROUTER_METRICS, *WORKER_METRICS, *STORE_METRICS} == set(METRICS)
 
 
 async def test_a_handoff_is_in_the_books_of_both_sides(tmp_path: Path) -> None:
