@@ -201,12 +201,12 @@ def test_what_is_loaded_pushes_out_what_is_older_and_that_stays_published_if_it_
 
 
 def test_what_was_asked_for_again_outlives_what_was_only_put_again() -> None:
-    store = Store(num_blocks=10, eviction=EvictionName.S3_FIFO)
+    store = Store(eviction=EvictionName.S3_FIFO)
     store.put("ab")
     store.get("ab")
     store.put("xy")
     store.put("xy")
-    assert store.offer("12345678", 1).cache_events == (removed("xy", 0),)
+    assert store.offer("123456", 1).cache_events == (removed("xy", 0),)
 
 
 def test_a_get_that_has_waited_long_enough_is_told_what_has_come() -> None:
@@ -242,6 +242,16 @@ def test_a_disk_that_brings_nothing_in_time_is_left_alone_and_probed() -> None:
     store.say(loaded(probe))
     assert store.core.stats(store.now).disk_reads is BreakerState.CLOSED
     assert len(_loads(store.lock("abcdefgh", 7))) == 1
+
+
+def test_a_disk_that_brings_everything_late_is_left_alone() -> None:
+    store = _restarted("ab", disk_breaker=BreakerConfig(num_failures=2, within_s=10.0))
+    for read_id, tokens in ((1, "a"), (2, "ab")):
+        (load,) = _loads(store.lock(tokens, read_id))
+        store.wait(1.0)
+        store.now += 0.5
+        store.say(loaded(load))
+    assert store.core.stats(store.now).disk_reads is BreakerState.OPEN
 
 
 def test_failing_reads_open_the_breaker_of_reads_alone() -> None:
