@@ -173,6 +173,9 @@ class FaultyFiles:
         self.room_bytes -= num_bytes
         return num_bytes
 
+    def uncache(self, fd: int, offset: int, num_bytes: int) -> None:
+        self._inner.uncache(fd, offset, num_bytes)
+
     def sync(self, fd: int) -> None:
         self._fail("sync")
         self._inner.sync(fd)

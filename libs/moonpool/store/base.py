@@ -181,7 +181,10 @@ class BlockLog(Protocol):
         ...
 
     async def read(self, targets: Sequence[BlockTarget]) -> tuple[ReadOutcome, ...]:
-        """Read blocks side by side, one IO each, and check them; outcomes in the order given.
+        """Read blocks, one IO each, and check them; outcomes in the order given.
+
+        Blocks that were written one after another are read so, and others side by side: a chain is
+        best given in one call.
 
         Raises:
             ValueError: As for `write`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -26,8 +27,14 @@ class IoThreads:
         (result,) = await self.run_all([call])
         return result
 
-    async def run_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of calls made side by side, in their order; otherwise as `run`."""
+    async def run_all(
+        self, calls: Sequence[Callable[[], T]], *, stop: threading.Event | None = None
+    ) -> list[T]:
+        """The results of calls made side by side, in their order; otherwise as `run`.
+
+        Args:
+            stop: Set if this is cancelled: calls that run may end early then.
+        """
         jobs: list[Future[T]] = [self._executor.submit(call) for call in calls]
         futures = [self._track(job) for job in jobs]
         cancelled: asyncio.CancelledError | None = None
@@ -36,6 +43,8 @@ class IoThreads:
                 await asyncio.wait(running)
             except asyncio.CancelledError as error:
                 cancelled = error
+                if stop is not None:
+                    stop.set()
                 for job in jobs:
                     job.cancel()
         # Each is looked at, so that none counts as an error that nobody has seen.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from moonpool.store.base import BlockRecord, BlockTarget, ByteArray, ReadOutcome
 from moonpool.store.log_identity import LogIdentity
 from moonpool.store.segment_files import SegmentFiles, read_fully, write_fully
 from moonpool.store.segment_format import TOMBSTONE, RecordFormat, sequence_of
+from moonpool.store.segment_index import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class RecordIo:
         self.format = RecordFormat.of(identity)
         self._kernels = kernels
         self._geometry = LeafGeometry.of_layout(identity.block_layout)
-        self._layers = np.arange(self.format.num_leaves)
+        #: Of a block on its own, but for what is expected.
+        self._checks = leaf_checks(0, np.arange(self.format.num_leaves), 0)
         self._padding: ByteArray = np.zeros(self.format.padding_bytes, np.uint8)
         self._tombstone: ByteArray = np.frombuffer(TOMBSTONE, np.uint8)
 
@@ -58,22 +61,23 @@ class RecordIo:
         num_bytes, error = write_fully(self.files, fd, buffers, first_slot * slot_bytes)
         return Appended(num_records=num_bytes // slot_bytes, num_bytes=num_bytes, error=error)
 
-    def read(self, fd: int, target: BlockTarget, segment: int, slot: int) -> RecordRead:
-        """Read a record into `target` and check every leaf there."""
-        padding = np.empty_like(self._padding)
-        footer: ByteArray = np.empty(self.format.footer_bytes, np.uint8)
-        buffers = [target.payload, *([padding] if padding.size else []), footer]
-        offset = slot * self.format.slot_bytes
-        try:
-            num_bytes = read_fully(self.files, fd, buffers, offset)
-        except OSError as error:
-            return RecordRead(block_hash=target.block_hash, outcome=ReadOutcome.FAILED, error=error)
-        is_whole = num_bytes == sum(buffer.size for buffer in buffers)
-        is_right = is_whole and self._is_right(target, footer, sequence_of(segment, slot))
-        return RecordRead(
-            block_hash=target.block_hash,
-            outcome=ReadOutcome.OK if is_right else ReadOutcome.CORRUPT,
-        )
+    def read_run(
+        self,
+        fd: int,
+        targets: Sequence[BlockTarget],
+        places: Sequence[Place],
+        stop: threading.Event | None = None,
+    ) -> list[RecordRead]:
+        """Read records of one segment, one after another; fewer if `stop` is set meanwhile.
+
+        In order of their slots, so that the kernel sees what comes next and reads ahead.
+        """
+        reads: list[RecordRead] = []
+        for target, place in zip(targets, places, strict=True):
+            if stop is not None and stop.is_set():
+                break
+            reads.append(self._read(fd, target, place.segment, place.slot))
+        return reads
 
     def bury(self, fd: int, slots: Sequence[int]) -> OSError | None:
         """Mark records as dropped, for the next scan; the first error, after trying all."""
@@ -92,12 +96,30 @@ class RecordIo:
             return error
         return None
 
+    def _read(self, fd: int, target: BlockTarget, segment: int, slot: int) -> RecordRead:
+        """Read a record into `target` and check every leaf there."""
+        padding = np.empty_like(self._padding)
+        footer: ByteArray = np.empty(self.format.footer_bytes, np.uint8)
+        buffers = [target.payload, *([padding] if padding.size else []), footer]
+        offset = slot * self.format.slot_bytes
+        try:
+            num_bytes = read_fully(self.files, fd, buffers, offset)
+        except OSError as error:
+            return RecordRead(block_hash=target.block_hash, outcome=ReadOutcome.FAILED, error=error)
+        is_whole = num_bytes == sum(buffer.size for buffer in buffers)
+        is_right = is_whole and self._is_right(target, footer, sequence_of(segment, slot))
+        return RecordRead(
+            block_hash=target.block_hash,
+            outcome=ReadOutcome.OK if is_right else ReadOutcome.CORRUPT,
+        )
+
     def _is_right(self, target: BlockTarget, footer: ByteArray, sequence: int) -> bool:
         leaves = self.format.leaves_of(footer, target.block_hash, sequence)
         if leaves is None:
             return False
         target.leaves[:] = leaves
-        checks = leaf_checks(0, self._layers, leaves)
+        checks = self._checks.copy()
+        checks["expected"] = leaves
         return not self._kernels.verify_leaves(target.payload, self._geometry, checks).any()
 
     def _around(self, payload: ByteArray, footer: ByteArray) -> list[ByteArray]:

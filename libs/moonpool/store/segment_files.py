@@ -40,6 +40,10 @@ class SegmentFiles(Protocol):
         """How many bytes were written: at least one."""
         ...
 
+    def uncache(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Let the kernel give up what it has cached of these bytes alone; it may, or not."""
+        ...
+
     def sync(self, fd: int) -> None:
         """Wait until the file's bytes are on the medium."""
         ...
@@ -73,6 +77,9 @@ class PosixFiles:
     def pwritev(self, fd: int, buffers: Sequence[ByteArray], offset: int) -> int:
         return os.pwritev(fd, [buffer.data for buffer in buffers], offset)
 
+    def uncache(self, fd: int, offset: int, num_bytes: int) -> None:
+        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
 
@@ -88,8 +95,6 @@ class PosixFiles:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", name)
-            # A block is read as a whole, and what follows it is another prompt's: no read-ahead.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
             os.close(fd)
             raise

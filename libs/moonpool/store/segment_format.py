@@ -198,12 +198,12 @@ class RecordFormat:
         Args:
             raw: uint8[footer_bytes], contiguous.
         """
-        footer = raw[:FOOTER_BYTES].tobytes()
-        *fields, _tag, _flags, digest, checksum = _FOOTER.unpack(footer)
+        data = raw.tobytes()
+        *fields, _tag, _flags, digest, checksum = _FOOTER.unpack_from(data)
         expected = [_LIVE, VERSION, self.num_leaves, self.payload_bytes, sequence, block_hash]
-        if fields != [*expected, self.identity] or _checksum(footer[:_CHECKED_BYTES]) != checksum:
+        if fields != [*expected, self.identity] or _checksum(data[:_CHECKED_BYTES]) != checksum:
             return None
-        leaves = raw[FOOTER_BYTES:].view("<u8").astype(np.uint64, copy=False)
+        leaves: DigestArray = np.frombuffer(data, "<u8", self.num_leaves, FOOTER_BYTES)
         return leaves if record_digest(leaves) == digest else None
 
 

@@ -10,7 +10,7 @@ So the log is first in, first out, and what deserves a second life is written ag
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
@@ -43,6 +43,26 @@ class Segment:
     def live_hashes(self) -> list[BlockHash]:
         """In order of writing."""
         return [block_hash for block_hash in self.hashes if block_hash is not None]
+
+
+def adjacent_runs(places: Sequence[Place], max_length: int) -> list[list[int]]:
+    """Positions in `places`, each once, by runs of neighbouring slots in ascending order."""
+    runs: list[list[int]] = []
+    last: Place | None = None
+    for position in sorted(range(len(places)), key=places.__getitem__):
+        place = places[position]
+        is_next = (
+            last is not None
+            and place.segment == last.segment
+            and place.slot - last.slot in (0, 1)
+            and len(runs[-1]) < max_length
+        )
+        if is_next:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+        last = place
+    return runs
 
 
 class SegmentIndex:

@@ -17,6 +17,7 @@ page cache may still have: that is free memory, and goes when somebody needs it.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -48,12 +49,15 @@ from moonpool.store.rare_log import RareLog
 from moonpool.store.record_io import RecordIo, RecordRead
 from moonpool.store.segment_files import SegmentFiles, segment_number
 from moonpool.store.segment_format import RecordFormat
-from moonpool.store.segment_index import Place
+from moonpool.store.segment_index import Place, adjacent_runs
 from moonpool.store.segment_scan import ScannedSegment, scan_segment
-from moonpool.store.segment_table import Handle, SegmentTable
+from moonpool.store.segment_table import SegmentTable
 from moonpool.store.segment_writer import SegmentWriter
 
 _LOST = "they were dropped while they were written, or are more than the capacity"
+#: Neighbours that one thread reads. Threads that take turns in one file spoil the kernel's read-ahead,
+#: and a single one may not use a fast disk up.
+_MAX_RUN = 96
 _DROP_REASONS = {
     ReadOutcome.CORRUPT: DropReason.CORRUPT,
     ReadOutcome.FAILED: DropReason.FAILED,
@@ -216,30 +220,13 @@ class SegmentLog:
         for target in targets:
             self._io.format.check_arrays(target.payload, target.leaves)
         places = [self._table.index.place(target.block_hash) for target in targets]
-        held: list[tuple[BlockTarget, Place, Handle]] = [
-            (target, place, self._table.hold(place.segment))
+        here = [
+            (target, place)
             for target, place in zip(targets, places, strict=True)
             if place is not None
         ]
-        try:
-            reads = await self._threads.run_all(
-                [
-                    partial(self._io.read, handle.fd, target, place.segment, place.slot)
-                    for target, place, handle in held
-                ]
-            )
-        finally:
-            for _, _, handle in held:
-                self._table.release(handle)
-        self._books.num_reads += len(reads)
-        self._books.read_bytes += len(reads) * self.record_bytes
-        for (_, place, _), read in zip(held, reads, strict=True):
-            if read.outcome is not ReadOutcome.OK:
-                self._on_bad_read(read, place)
-        told = iter(reads)
-        return tuple(
-            ReadOutcome.ABSENT if place is None else next(told).outcome for place in places
-        )
+        outcomes = iter(await self._read_here(here))
+        return tuple(ReadOutcome.ABSENT if place is None else next(outcomes) for place in places)
 
     async def drop(self, hashes: Sequence[BlockHash]) -> int:
         assert not self._is_closed
@@ -295,6 +282,38 @@ class SegmentLog:
         stats = self.stats()
         assert stats.live_bytes <= stats.file_bytes, stats
         assert stats.file_bytes + stats.foreign_bytes <= stats.capacity_bytes, stats
+
+    async def _read_here(self, here: Sequence[tuple[BlockTarget, Place]]) -> list[ReadOutcome]:
+        """Read records, each run of neighbours in one thread; outcomes in the order given."""
+        runs = adjacent_runs([place for _, place in here], _MAX_RUN)
+        handles = [self._table.hold(here[run[0]][1].segment) for run in runs]
+        stop = threading.Event()
+        try:
+            read_runs = await self._threads.run_all(
+                [
+                    partial(
+                        self._io.read_run,
+                        handle.fd,
+                        [here[position][0] for position in run],
+                        [here[position][1] for position in run],
+                        stop,
+                    )
+                    for run, handle in zip(runs, handles, strict=True)
+                ],
+                stop=stop,
+            )
+        finally:
+            for handle in handles:
+                self._table.release(handle)
+        self._books.num_reads += len(here)
+        self._books.read_bytes += len(here) * self.record_bytes
+        outcomes = [ReadOutcome.ABSENT] * len(here)
+        for run, reads in zip(runs, read_runs, strict=True):
+            for position, read in zip(run, reads, strict=True):
+                outcomes[position] = read.outcome
+                if read.outcome is not ReadOutcome.OK:
+                    self._on_bad_read(read, here[position][1])
+        return outcomes
 
     def _on_bad_read(self, read: RecordRead, place: Place) -> None:
         """Drop what did not read as it was written, unless somebody was faster."""

@@ -8,7 +8,13 @@ import numpy as np
 
 from moonpool.store.base import ByteArray
 from moonpool.store.segment_files import SegmentFiles, read_fully
-from moonpool.store.segment_format import FOOTER_BYTES, FoundRecord, RecordFormat, sequence_of
+from moonpool.store.segment_format import (
+    ALIGNMENT,
+    FOOTER_BYTES,
+    FoundRecord,
+    RecordFormat,
+    sequence_of,
+)
 
 #: Slots up to this size are read whole, many at a time; of others only the footers are.
 _MAX_WHOLE_SLOT_BYTES = 64 * 1024
@@ -82,5 +88,8 @@ def _read_footers(
     slot_bytes, start = record_format.slot_bytes, record_format.footer_offset
     footers: ByteArray = np.zeros((count, FOOTER_BYTES), np.uint8)
     for row in range(count):
-        read_fully(files, fd, [footers[row]], (first + row) * slot_bytes + start)
+        offset = (first + row) * slot_bytes + start
+        read_fully(files, fd, [footers[row]], offset)
+        # A cached page within a run that is not spoils the kernel's read-ahead, for a read of the run.
+        files.uncache(fd, offset, ALIGNMENT)
     return footers

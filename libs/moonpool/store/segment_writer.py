@@ -300,22 +300,19 @@ class SegmentWriter:
 
     async def _load(self, victim: Segment, hashes: Sequence[BlockHash]) -> list[BlockRecord]:
         """Those of a victim's blocks that read as they were written."""
-        places = [self._table.index.place(block_hash) for block_hash in hashes]
-        targets = [
-            (place, self._target(block_hash))
-            for block_hash, place in zip(hashes, places, strict=True)
+        found = [(self._table.index.place(block_hash), block_hash) for block_hash in hashes]
+        here = sorted(
+            (place, block_hash)
+            for place, block_hash in found
             if place is not None and place.segment == victim.number
-        ]
-        if not targets:
+        )
+        if not here:
             return []
+        places = [place for place, _ in here]
+        targets = [self._target(block_hash) for _, block_hash in here]
         handle = self._table.hold(victim.number)
         try:
-            reads = await self._threads.run_all(
-                [
-                    partial(self._io.read, handle.fd, target, place.segment, place.slot)
-                    for place, target in targets
-                ]
-            )
+            reads = await self._threads.run(partial(self._io.read_run, handle.fd, targets, places))
         finally:
             self._table.release(handle)
         return [
@@ -325,7 +322,7 @@ class SegmentWriter:
                 leaves=target.leaves,
                 tag=place.tag,
             )
-            for (place, target), read in zip(targets, reads, strict=True)
+            for target, place, read in zip(targets, places, reads, strict=True)
             if read.outcome is ReadOutcome.OK
         ]
 
