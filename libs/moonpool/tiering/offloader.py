@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -174,6 +174,10 @@ class Offloader:
         self._stores: dict[WorkerId, _Store] = {}
         #: By hash, the hash before it: all that is cached here, parents first.
         self._parents: dict[BlockHash, BlockHash | None] = {}
+        #: Of these, the ones that nothing follows, in order of becoming it.
+        self._leaves: dict[BlockHash, None] = {}
+        #: How many blocks follow one beyond the first; 0 is left out.
+        self._num_branches: dict[BlockHash, int] = {}
         self._fresh: dict[BlockHash, _Fresh] = {}
         #: Looked at in this order.
         self._stale: OrderedDict[BlockHash, None] = OrderedDict()
@@ -205,6 +209,8 @@ class Offloader:
                         self._forget(block_hash)
                 case AllBlocksCleared():
                     self._parents.clear()
+                    self._leaves.clear()
+                    self._num_branches.clear()
                     self._fresh.clear()
                     self._stale.clear()
                     for store in self._stores.values():
@@ -364,6 +370,10 @@ class Offloader:
         assert not self._fresh.keys() & self._stale.keys()
         for block_hash, parent in self._parents.items():
             assert parent is None or parent in self._parents, block_hash
+        followed = Counter(parent for parent in self._parents.values() if parent is not None)
+        assert self._leaves.keys() == self._parents.keys() - followed.keys()
+        branches = {block_hash: count - 1 for block_hash, count in followed.items() if count > 1}
+        assert self._num_branches == branches
         assert self._fresh.keys() <= self._parents.keys()
         assert self._stale.keys() <= self._parents.keys()
         assert {store.node for store in self._stores.values()} == set(self._live.nodes.values())
@@ -387,7 +397,8 @@ class Offloader:
             return
         tip = parent_hash
         for block_hash in hashes:
-            self._parents.setdefault(block_hash, tip)
+            if block_hash not in self._parents:
+                self._add(block_hash, tip)
             tip = block_hash
         if tip is None or not self._stores:
             return
@@ -407,7 +418,7 @@ class Offloader:
         """It has left the cache. Its place is its parent's, if that is still there."""
         if block_hash not in self._parents:
             return
-        parent = self._parents.pop(block_hash)
+        parent = self._remove(block_hash)
         is_held = False
         for store in self._stores.values():
             is_held |= block_hash in store.held
@@ -425,6 +436,29 @@ class Offloader:
             self._add_fresh(parent, fresh)
         elif is_stale:
             self._stale[parent] = None
+
+    def _add(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
+        self._parents[block_hash] = parent
+        self._leaves[block_hash] = None
+        if parent is None:
+            return
+        if parent in self._leaves:
+            del self._leaves[parent]
+        else:
+            self._num_branches[parent] = self._num_branches.get(parent, 0) + 1
+
+    def _remove(self, block_hash: BlockHash) -> BlockHash | None:
+        """Its parent, cached or not."""
+        parent = self._parents.pop(block_hash)
+        self._leaves.pop(block_hash, None)
+        self._num_branches.pop(block_hash, None)
+        if parent is not None and parent in self._parents:
+            num_branches = self._num_branches.pop(parent, 0)
+            if num_branches > 1:
+                self._num_branches[parent] = num_branches - 1
+            elif not num_branches:
+                self._leaves[parent] = None
+        return parent
 
     def _chain(self, tip: BlockHash) -> tuple[BlockHash, ...]:
         """From its start."""
@@ -471,10 +505,9 @@ class Offloader:
         if not self._stores:
             self._fresh.clear()
             return
-        parents = set(self._parents.values())
         # What was stored last is evicted last.
-        for tip in reversed(self._parents):
-            if tip not in parents and tip not in self._fresh:
+        for tip in reversed(self._leaves):
+            if tip not in self._fresh:
                 self._stale[tip] = None
 
     def _tick_stale(
