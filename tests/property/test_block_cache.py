@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,6 +27,9 @@ class Cached:
     block_id: BlockId
     parent: BlockHash | None
     last_used: int = 0
+    #: Aged LFU: the clock then, and how often it was found, at most 4 times.
+    used_at: int = 0
+    num_finds: int = 0
     #: S3-FIFO: it is in the small segment.
     is_small: bool = True
 
@@ -51,6 +54,9 @@ class Model:
     eviction: EvictionName = EvictionName.LRU
     #: S3-FIFO: what was evicted from the small segment. Never so many here that one is forgotten.
     ghosts: set[BlockHash] = field(default_factory=set)
+    #: Aged LFU: how often what is gone was found. Never so many here that one is forgotten.
+    finds_of_gone: dict[BlockHash, int] = field(default_factory=dict)
+    num_stored: int = 0
 
     def match(self, chain: Sequence[BlockHash]) -> list[BlockId]:
         matched = []
@@ -66,16 +72,24 @@ class Model:
             if block_hash not in self.cached:
                 is_small = block_hash not in self.ghosts
                 self.ghosts.discard(block_hash)
-                self.cached[block_hash] = Cached(block_id, parent, is_small=is_small)
+                num_finds = min(self.finds_of_gone.pop(block_hash, -1) + 1, 4)
+                self.num_stored += 1
+                self.cached[block_hash] = Cached(
+                    block_id, parent, is_small=is_small, num_finds=num_finds
+                )
             parent = block_hash
 
     def acquire(self, block_ids: Sequence[BlockId]) -> None:
         self.refs.update(block_ids)
         for entry in self.cached.values():
-            entry.is_small &= entry.block_id not in block_ids
+            is_found = entry.block_id in block_ids
+            entry.is_small &= not is_found
+            entry.num_finds = min(entry.num_finds + is_found, 4)
 
     def remove(self, block_hash: BlockHash) -> None:
-        if self.cached.pop(block_hash).is_small:
+        entry = self.cached.pop(block_hash)
+        self.finds_of_gone[block_hash] = entry.num_finds
+        if entry.is_small:
             self.ghosts.add(block_hash)
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
@@ -84,6 +98,7 @@ class Model:
         for entry in self.cached.values():
             if entry.block_id in block_ids:
                 entry.last_used = self.tick
+                entry.used_at = self.tick + self.num_stored
 
     @property
     def idle(self) -> set[BlockHash]:
@@ -94,10 +109,11 @@ class Model:
         held = {block_id for block_id, count in self.refs.items() if count}
         return NUM_BLOCKS - len(held | {entry.block_id for entry in self.cached.values()})
 
-    def next_victim(self) -> BlockHash | None:
+    def next_victim(self, is_gone: Callable[[BlockId], bool]) -> BlockHash | None:
         """The least recently used idle block without cached children; None if all have some.
 
-        With S3-FIFO from the segment whose turn it is, if it has one.
+        With S3-FIFO from the segment whose turn it is, if it has one. With aged LFU several may be worth
+        the same: then the one that went.
         """
         parents = {entry.parent for entry in self.cached.values()}
         leaves = self.idle - parents
@@ -105,6 +121,17 @@ class Model:
         if self.eviction is EvictionName.S3_FIFO:
             is_small_due = sum(e.is_small for e in self.cached.values()) > NUM_BLOCKS // 10
             leaves = {h for h in leaves if self.cached[h].is_small is is_small_due} or leaves
+        if self.eviction is EvictionName.LFU_AGED:
+            credit = NUM_BLOCKS * 7 // 10
+            entries = self.cached
+            return min(
+                leaves,
+                key=lambda h: (
+                    entries[h].used_at + credit * entries[h].num_finds,
+                    not is_gone(entries[h].block_id),
+                ),
+                default=None,
+            )
         return min(leaves, key=lambda h: self.cached[h].last_used, default=None)
 
     def descendants(self, block_hash: BlockHash) -> set[BlockHash]:
@@ -138,7 +165,9 @@ class BlockCacheMachine(RuleBasedStateMachine):
             return None
         block_ids = cache.allocate(num_blocks)
         while model.num_free < num_blocks:
-            victim = model.next_victim()
+            victim = model.next_victim(
+                lambda block_id: block_id in block_ids or not cache.is_cached(block_id)
+            )
             if victim is not None:
                 model.remove(victim)
                 continue
@@ -288,7 +317,13 @@ class S3FifoMachine(BlockCacheMachine):
     eviction = EvictionName.S3_FIFO
 
 
+class AgedLfuMachine(BlockCacheMachine):
+    eviction = EvictionName.LFU_AGED
+
+
 TestBlockCache = BlockCacheMachine.TestCase
 TestS3Fifo = S3FifoMachine.TestCase
+TestAgedLfu = AgedLfuMachine.TestCase
 TestBlockCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestS3Fifo.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgedLfu.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

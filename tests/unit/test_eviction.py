@@ -1,4 +1,4 @@
-"""S3-FIFO through a cache, ghosts and bounds, and the queue of leaves that all policies share."""
+"""S3-FIFO and aged LFU through a cache, ghosts and bounds, and the queue that all policies share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from support.kv import make_chain
 from support.requests import make_request
 
 
-def make_cache(num_blocks: int = 20) -> BlockCache:
-    """Small holds two blocks of twenty."""
-    return BlockCache(num_blocks, make_eviction(EvictionName.S3_FIFO, num_blocks))
+def make_cache(num_blocks: int = 20, eviction: EvictionName = EvictionName.S3_FIFO) -> BlockCache:
+    """With S3-FIFO small holds two blocks of twenty."""
+    return BlockCache(num_blocks, make_eviction(eviction, num_blocks))
 
 
 def use(cache: BlockCache, text: str) -> int:
@@ -115,6 +115,65 @@ def test_a_fork_of_a_cache_evicts_alike() -> None:
     for text in texts[:30]:
         use(cache, text)
     fork = copy.deepcopy(cache)
+    for text in texts[30:]:
+        assert use(cache, text) == use(fork, text)
+    assert cache.contents() == fork.contents()
+    assert cache.eviction_key() == fork.eviction_key()
+
+
+def test_aged_lfu_is_lru_until_something_is_found() -> None:
+    lru, aged = BlockCache(20), make_cache(eviction=EvictionName.LFU_AGED)
+    for cache in (lru, aged):
+        for letter in "abcdefg":
+            use(cache, letter * 5)
+    assert [num_found(cache, letter * 5) for cache in (lru, aged) for letter in "abcdefg"] == (
+        [0, 0, 0, 5, 5, 5, 5] * 2
+    )
+
+
+def test_a_find_is_worth_most_of_the_pool_and_ages() -> None:
+    cache = make_cache(eviction=EvictionName.LFU_AGED)
+    use(cache, "aaaaa")
+    use(cache, "aaaaa")
+    # By LRU these four would have pushed it out.
+    for letter in "bcde":
+        use(cache, letter * 5)
+    assert num_found(cache, "aaaaa") == 5
+    # Nobody has asked for it since.
+    for letter in "fghij":
+        use(cache, letter * 5)
+    assert num_found(cache, "aaaaa") == 0
+
+
+def test_what_was_found_often_is_remembered_when_it_has_gone() -> None:
+    cache = make_cache(eviction=EvictionName.LFU_AGED)
+    for _ in range(3):
+        use(cache, "aaaaa")
+    for letter in "bcdefghijk":
+        use(cache, letter * 5)
+    assert num_found(cache, "aaaaa") == 0
+    # It comes again with what it had, and one more.
+    use(cache, "aaaaa")
+    for letter in "lmnopqrs":
+        use(cache, letter * 5)
+    assert num_found(cache, "aaaaa") == 5
+
+
+def test_a_beginning_that_many_share_outlives_their_ends() -> None:
+    cache = make_cache(eviction=EvictionName.LFU_AGED)
+    for letter in "bcdefghijklmnopqrstuvwxyz":
+        use(cache, "aaa" + letter * 3)
+    assert num_found(cache, "aaa") == 3
+
+
+def test_a_fork_of_an_aged_cache_evicts_alike() -> None:
+    cache = make_cache(eviction=EvictionName.LFU_AGED)
+    rng = random.Random(5)
+    texts = ["".join(rng.choices("abc", k=rng.randint(1, 7))) for _ in range(60)]
+    for text in texts[:30]:
+        use(cache, text)
+    fork = copy.deepcopy(cache)
+    assert cache.eviction_key() == fork.eviction_key()
     for text in texts[30:]:
         assert use(cache, text) == use(fork, text)
     assert cache.contents() == fork.contents()

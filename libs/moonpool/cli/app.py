@@ -186,7 +186,7 @@ def up(
         str | None, typer.Option(help="Size of a worker's pool, like 512MiB.")
     ] = None,
     kv_eviction_policy: Annotated[
-        str | None, typer.Option(help="Which cached block goes first: lru or s3_fifo.")
+        str | None, typer.Option(help="Which cached block goes first: lru, s3_fifo or lfu_aged.")
     ] = None,
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Uncached tokens that a decode worker prefills itself.")

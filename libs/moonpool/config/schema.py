@@ -30,7 +30,7 @@ RouterMode = Literal[
 ]
 TransportName = Literal["shm", "nixl", "grpc"]
 #: moonpool.kv.eviction.EvictionName
-EvictionPolicyName = Literal["lru", "s3_fifo"]
+EvictionPolicyName = Literal["lru", "s3_fifo", "lfu_aged"]
 #: moonpool.tiering.config.DiskAdmission
 DiskAdmissionName = Literal["all", "second_hit", "budget"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
