@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_NUM_HELPERS = 2
+
 
 class IoThreads:
     """Made and used on one event loop; closed by whoever made it."""
@@ -17,6 +19,8 @@ class IoThreads:
     def __init__(self, num_threads: int) -> None:
         assert num_threads > 0, num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="moonpool-disk")
+        #: For `assist`: these wait for nothing, so that whoever waits for them is not waiting for ever.
+        self._helpers = ThreadPoolExecutor(_NUM_HELPERS, thread_name_prefix="moonpool-check")
         self._running: set[asyncio.Future[Any]] = set()  # Any: results of all types
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -62,6 +66,10 @@ class IoThreads:
         future.add_done_callback(lambda done: then(done.result()))
         return future
 
+    def assist(self, call: Callable[[], T]) -> Future[T]:
+        """For a call that runs here: a piece of its work, done beside it, that waits for nothing."""
+        return self._helpers.submit(call)
+
     async def settle(self) -> None:
         """Wait for every call that was made, and for those made meanwhile."""
         while self._running:
@@ -76,3 +84,4 @@ class IoThreads:
     def close(self) -> None:
         """End the threads once their calls have ended; does not wait for that."""
         self._executor.shutdown(wait=False)
+        self._helpers.shutdown(wait=False)

@@ -130,7 +130,7 @@ class SegmentLog:
             await threads.run(lambda: opened.append(LogDirectory.open(path, identity)))
             directory = opened[0]
             files = directory.files if wrap_files is None else wrap_files(directory.files)
-            io = RecordIo(files, identity, kernels)
+            io = RecordIo(files, identity, kernels, threads.assist)
             books, rare_log = LogBooks(), RareLog(clock, "moonpool.store")
             try:
                 names = await threads.run(files.names)
