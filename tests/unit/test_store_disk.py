@@ -166,7 +166,33 @@ def test_the_second_hit_is_written() -> None:
     assert store.put("abcd").disk_work == ()
     # Only what was asked for again, not what stands behind it.
     assert store.lock("ab", 1).disk_work == (_write(1, "ab", 0, 1),)
-    assert store.core.stats(0.0).num_unadmitted_blocks == 4
+    assert store.core.stats(0.0).num_unadmitted_blocks == 7
+
+
+def test_nothing_is_written_behind_what_is_not() -> None:
+    store = Store(num_blocks=4, has_disk=True, admission=DiskAdmission.SECOND_HIT)
+    store.put("abc")
+    store.put("xy")
+    # The tail has gone and comes again, at its second hit: its beginning has been seen once.
+    assert store.put("abc").disk_work == ()
+    assert store.lock("abc", 1).disk_work == (_write(1, "abc", 0, 1, 3),)
+
+
+def test_a_put_writes_what_could_not_be_written_before() -> None:
+    store = Store(has_disk=True)
+    store.put("ab")
+    store.say(BlocksWritten(write_id=1, hashes=()))
+    assert store.put("abc").disk_work == (_write(2, "abc", 0, 1, 2),)
+
+
+def test_a_write_is_no_use_of_what_it_writes() -> None:
+    store = Store(num_blocks=4, has_disk=True)
+    writes = [store.put(tokens).disk_work[0] for tokens in ("ab", "xy")]
+    store.say(*map(written, reversed(writes)))
+    store.offer("12", 1)
+    assert store.lock("xy", 1).disk_work == ()
+    assert store.lock("ab", 2).disk_work == ()
+    assert store.core.stats(0.0).num_short_gets == 1
 
 
 def test_what_was_lost_and_comes_again_has_been_seen_twice() -> None:

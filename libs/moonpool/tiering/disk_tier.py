@@ -118,23 +118,35 @@ class DiskTier:
         if self._config.has_disk:
             self._sketch.see(hashes)
 
-    def consider(self, hashes: Iterable[BlockHash], now: float) -> None:
-        """These lie in HOST: queue those that are to be written, parents first."""
-        if not self._config.has_disk:
+    def consider(self, chain: Sequence[BlockHash], now: float, first: int = 0) -> None:
+        """Queue those blocks of a chain, from the `first` on, that are to be written.
+
+        Each lies in HOST or here; what is only on its way is passed over when its turn comes too soon. Behind a
+        block that is not written, nothing is: a chain is read up to its hole.
+        """
+        if not self._config.has_disk or (first and not self._is_kept(chain[first - 1])):
             return
         owners, queue, being_written = self._owners, self._queue, self._being_written
         candidates = [
-            h for h in hashes if h not in owners and h not in queue and h not in being_written
+            h
+            for h in chain[first:]
+            if h not in owners and h not in queue and h not in being_written
         ]
         num_needed = self._num_needed_sightings(now)
         if num_needed > 1 and candidates:
-            counts = self._sketch.counts(candidates)
-            # A chain with a hole is read up to the hole: what lies behind the first refused one waits too.
-            refused = np.flatnonzero(counts < num_needed)
+            refused = np.flatnonzero(self._sketch.counts(candidates) < num_needed)
             if len(refused):
                 self.num_unadmitted += len(candidates) - int(refused[0])
                 del candidates[refused[0] :]
         queue.update(dict.fromkeys(candidates))
+
+    def _is_kept(self, block_hash: BlockHash) -> bool:
+        """It lies here, or will."""
+        return (
+            block_hash in self._owners
+            or block_hash in self._queue
+            or block_hash in self._being_written
+        )
 
     def begin_write(
         self, is_here: Callable[[BlockHash], bool], now: float

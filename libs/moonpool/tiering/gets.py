@@ -102,8 +102,7 @@ class Gets:
         self._gets[read_id] = get
         num_blocks = len(get.block_ids)
         self._catalogue.disk.see(hashes[:num_blocks])
-        host = self._catalogue.host
-        self._catalogue.disk.consider((h for h in hashes[:num_blocks] if h in host), now)
+        self._catalogue.disk.consider(hashes[:num_blocks], now)
         if get.pending:
             self._waiting[read_id] = get
         else:

@@ -296,7 +296,7 @@ class StoreStats:
     num_bad_blocks: int = 0
     #: Blocks dropped from disk by the log: its segments went round.
     num_reclaimed_blocks: int = 0
-    #: Blocks that were not written: seen too rarely for what is left of the budget.
+    #: Times that a block was not written: seen too rarely for what is left of the budget.
     num_unadmitted_blocks: int = 0
 
     #: What may be written now and at most at a time; None: no budget.

@@ -55,6 +55,11 @@ class _Reading:
     #: Blocks of `block_ids` that are verified.
     num_come: int = 0
 
+    @property
+    def end(self) -> int:
+        """Blocks of the chain that are here, or were when it was offered."""
+        return self.first + self.num_come
+
 
 class Puts:
     """All puts of one store.
@@ -131,7 +136,9 @@ class Puts:
         """The KV of tokens [0, num_tokens) lies verified."""
         reading = self._reading.get(attempt_id)
         if reading is not None:
-            self._insert(reading, num_tokens, now)
+            first = reading.first + reading.num_come
+            self._insert(reading, num_tokens)
+            self._catalogue.disk.consider(reading.hashes[: reading.end], now, first)
 
     def fetch_ended(self, attempt_id: AttemptId, num_tokens: int, now: float) -> None:
         """So it does, and no more will come: no read is outstanding."""
@@ -140,16 +147,16 @@ class Puts:
             # Revoked while it ended.
             self.read_ended(attempt_id)
             return
-        self._insert(reading, num_tokens, now)
+        self._insert(reading, num_tokens)
+        # Its beginning too: what of that could not be written before may be now.
+        self._catalogue.disk.consider(reading.hashes[: reading.end], now)
         self._catalogue.host.release(self._remove(reading))
 
-    def abort(self, attempt_id: AttemptId) -> bool:
-        """Take no more of it; whether it was read. Its blocks stay until no read is outstanding."""
+    def abort(self, attempt_id: AttemptId) -> None:
+        """Take no more of it. Its blocks stay until no read is outstanding."""
         reading = self._reading.get(attempt_id)
-        if reading is None:
-            return False
-        self._quarantined[attempt_id] = self._remove(reading)
-        return True
+        if reading is not None:
+            self._quarantined[attempt_id] = self._remove(reading)
 
     def read_ended(self, attempt_id: AttemptId) -> None:
         """No read of an aborted or revoked put is outstanding."""
@@ -245,7 +252,7 @@ class Puts:
             )
         )
 
-    def _insert(self, reading: _Reading, num_tokens: int, now: float) -> None:
+    def _insert(self, reading: _Reading, num_tokens: int) -> None:
         num_come = num_tokens // self._config.block_size - reading.first
         num_come = min(num_come, len(reading.block_ids))
         if num_come <= reading.num_come:
@@ -255,7 +262,6 @@ class Puts:
         reading.num_come = num_come
         self.num_blocks += len(positions)
         self._catalogue.insert(reading.hashes, positions, reading.block_ids[new])
-        self._catalogue.disk.consider(reading.hashes[positions.start : positions.stop], now)
 
     def _revoke(self, attempt_id: AttemptId) -> None:
         self.abort(attempt_id)
