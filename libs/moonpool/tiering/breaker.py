@@ -50,8 +50,6 @@ class Breaker:
         self._open_until: float | None = None
         self._open_s = self._config.open_s
         self._is_probing = False
-        #: Times that it has opened.
-        self.num_opened = 0
 
     def state(self, now: float) -> BreakerState:
         if self._open_until is None:
@@ -106,7 +104,6 @@ class Breaker:
     def _open(self, now: float) -> None:
         self._failed_at.clear()
         self._open_until, self._is_probing = now + self._open_s, False
-        self.num_opened += 1
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant is broken."""

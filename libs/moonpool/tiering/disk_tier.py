@@ -63,9 +63,6 @@ class DiskTier:
         """Whose a block on disk is."""
         return self._owners[block_hash]
 
-    def hashes(self) -> tuple[BlockHash, ...]:
-        return tuple(self._owners)
-
     def adopt(self, hashes: Iterable[BlockHash], share: Share) -> None:
         """These are of this share, so far as they lie here."""
         owners = self._owners

@@ -21,7 +21,7 @@ O(1) a block, O(log blocks) where the order of eviction is concerned.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.ids import BlockHash, BlockId
@@ -90,10 +90,6 @@ class HostTier:
     def owner(self, block_hash: BlockHash) -> Share:
         """Whose a findable block is."""
         return self._owners[self._block_by_hash[block_hash]]
-
-    def hashes(self) -> Iterator[BlockHash]:
-        """Of findable blocks, in the order in which they came."""
-        return iter(self._block_by_hash)
 
     @property
     def num_total(self) -> int:

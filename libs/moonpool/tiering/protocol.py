@@ -58,13 +58,6 @@ from moonpool.tiering.breaker import BreakerState
 NOT_IN_ARENA = BlockId(-1)
 
 
-class Tier(enum.StrEnum):
-    """Where a store's block lies; a block may lie in both."""
-
-    HOST = "host"
-    DISK = "disk"
-
-
 class PutRefusal(enum.StrEnum):
     """Why a store takes nothing of a put. The worker may offer the chain again later."""
 
@@ -236,11 +229,6 @@ class StoreFrame:
     ledger: BlockLedger
     #: What lies in neither tier any more, or in one of them now: the net change.
     cache_events: tuple[CacheEvent, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is to be told or done."""
-        return not (self.replies or self.disk_work or self.cache_events)
 
 
 # -- for whoever looks --
