@@ -39,9 +39,10 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultLa
         ssd_dir=ssd_dir,
         dtype="float32",
         is_checked=True,
+        num_workers=1,
     )
     sets = make_families(
-        FamilySizes(vocab_size=_MODEL.vocab_size, tails=(8, 45, 130)),
+        FamilySizes(vocab_size=_MODEL.vocab_size, tails=(8, 45), max_tokens=12),
         num_judged=NUM_FAMILIES_BESIDE_KILLS + len(PLACES),
         num_for_leavers=0,
     )

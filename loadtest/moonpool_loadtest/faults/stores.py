@@ -1,6 +1,6 @@
 """Faults of a store: what it keeps outlives workers and itself, and its death costs nobody a token.
 
-Two workers with pools so small that requests push each other out, and one store with a disk. Requests come
+One or two workers with pools so small that requests push each other out, and one store with a disk. Requests come
 in families with one prefix. Each scenario leaves the cluster whole and quiet, and one row in the lab's
 reports.
 """
@@ -29,7 +29,7 @@ PLACES = (
     "store.after_write=kill",
     "hold.after_opened=kill",
 )
-NUM_FAMILIES_BESIDE_KILLS = 2
+NUM_FAMILIES_BESIDE_KILLS = 3
 
 _BLOCK_SIZE = 16
 _JOIN_S = 60.0
@@ -37,9 +37,23 @@ _KEPT_S = 15.0
 
 
 def store_config(
-    model: str, *, data_dir: Path, ssd_dir: Path, dtype: str, is_checked: bool = False
+    model: str,
+    *,
+    data_dir: Path,
+    ssd_dir: Path,
+    dtype: str,
+    is_checked: bool = False,
+    num_workers: int = 2,
 ) -> ClusterConfig:
-    """Two workers of role both with 48 blocks each, and a store. The router takes the workers in turn."""
+    """Workers of role both with 48 blocks each, and a store. The router takes the workers in turn.
+
+    Args:
+        num_workers: At most two; they read by shm and by gRPC.
+    """
+    workers = [
+        {"role": "both", "name": "left", "transports": ["shm", "grpc"]},
+        {"role": "both", "name": "right", "transports": ["grpc"]},
+    ]
     return ClusterConfig.model_validate(
         {
             "name": "stores",
@@ -61,10 +75,7 @@ def store_config(
                 "kv_peer_reads": "always",
                 "is_checked": is_checked,
             },
-            "workers": [
-                {"role": "both", "name": "left", "transports": ["shm", "grpc"]},
-                {"role": "both", "name": "right", "transports": ["grpc"]},
-            ],
+            "workers": workers[:num_workers],
             "store": {
                 "host_bytes": "8MiB",
                 "ssd_dir": ssd_dir,
@@ -80,11 +91,10 @@ def store_config(
 
 
 async def run_outlives_workers(lab: FaultLab) -> FaultReport:
-    """Both workers die; what they had computed comes from the store's memory. Leaves a family's KV there."""
+    """All workers die; what they had computed comes from the store's memory."""
     started = asyncio.get_running_loop().time()
     first, *followers = lab.take()
-    outcomes = [await lab.client.ask(first)]
-    problems = await _kept(lab, first)
+    outcomes, problems = await _lead(lab, first)
     problems += await _restart(lab, *lab.cluster.worker_ids)
     problems += await _known(lab, first)
     before = await lab.cluster.store_report(STORE)
@@ -93,38 +103,35 @@ async def run_outlives_workers(lab: FaultLab) -> FaultReport:
     if after.stats.num_hit_host_blocks <= before.stats.num_hit_host_blocks:
         problems.append("nothing came from the store's memory")
     problems += await lab.settle()
-    return _judge(lab, "kill -9 both workers: from the store's memory", outcomes, problems, started)
+    return _judge(lab, "kill -9 all workers: from the store's memory", outcomes, problems, started)
 
 
 async def run_outlives_itself(lab: FaultLab) -> FaultReport:
-    """The store dies as well; what it had written comes from its disk."""
+    """The store dies, and workers forget; what it had written comes from its disk."""
     started = asyncio.get_running_loop().time()
     first, *followers = lab.take()
-    outcomes = [await lab.client.ask(first)]
-    problems = await _kept(lab, first)
-    problems += await _restart(lab, STORE, *lab.cluster.worker_ids)
+    outcomes, problems = await _lead(lab, first)
+    problems += await _restart(lab, STORE)
+    await _clear_workers(lab)
     problems += await _known(lab, first)
     outcomes += await lab.client.ask_all(followers)
     report = await lab.cluster.store_report(STORE)
     if not report.stats.num_hit_disk_blocks:
         problems.append("nothing came from the store's disk")
     problems += await lab.settle()
-    return _judge(
-        lab, "kill -9 store and workers: from the store's disk", outcomes, problems, started
-    )
+    return _judge(lab, "kill -9 the store: from its disk", outcomes, problems, started)
 
 
 async def run_store_kills(lab: FaultLab, *, num_kills: int) -> FaultReport:
     """It dies so often in the middle of puts and gets, under load; what it had written is there again.
 
-    Takes a family for each.
+    Takes a family for each, and one more.
     """
     started = asyncio.get_running_loop().time()
     part = lab.cluster.part(STORE)
     places = [PLACES[number % len(PLACES)] for number in range(num_kills)]
-    outcomes: list[Outcome] = []
-    problems: list[str] = []
-    earlier: tuple[Case, ...] = ()
+    kept = earlier = lab.take()
+    outcomes, problems = await _lead(lab, kept[0])
     await lab.arm({STORE: places[0]})
     part.arm(*places[1:], "")
     num_starts = part.num_starts
@@ -134,7 +141,10 @@ async def run_store_kills(lab: FaultLab, *, num_kills: int) -> FaultReport:
         if found is not None and found < num_written:
             problems.append(f"of {num_written} blocks that were written {found} are there again")
         if place.startswith("hold."):
+            # What lies on its disk for certain is asked for, and nowhere else.
             await _clear_workers(lab)
+            problems += await _known(lab, kept[0])
+            earlier = kept
         family = lab.take()
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(lab.client.ask_all([*family, *earlier]))
@@ -169,19 +179,23 @@ def _judge(
     return lab.judge(what, outcomes, problems=problems, started=started, note=note)
 
 
-async def _kept(lab: FaultLab, case: Case) -> list[str]:
-    """The store has as many blocks as the prompt in memory and on disk; else what is wrong."""
+async def _lead(lab: FaultLab, case: Case) -> tuple[list[Outcome], list[str]]:
+    """Ask the first of a family, until the store has it in memory and on disk; what is wrong, if anything."""
+    before = (await lab.cluster.store_report(STORE)).stats
+    outcome = await lab.client.ask(case)
     num_blocks = len(case.prompt) // _BLOCK_SIZE
 
     async def is_kept() -> bool:
         stats = await _stats(lab)
         return (
             stats is not None
-            and min(stats.num_host_blocks, stats.num_disk_blocks) >= num_blocks
+            and stats.num_host_blocks >= before.num_host_blocks + num_blocks
+            and stats.num_disk_blocks >= before.num_disk_blocks + num_blocks
             and stats.num_unwritten_blocks == 0
         )
 
-    return await within(_KEPT_S, f"the store keeps {num_blocks} blocks", is_kept)
+    problems = await within(_KEPT_S, f"the store keeps {num_blocks} more blocks", is_kept)
+    return [outcome], problems
 
 
 async def _known(lab: FaultLab, case: Case) -> list[str]:
