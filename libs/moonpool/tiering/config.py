@@ -48,9 +48,9 @@ class StoreConfig:
     #: Which block goes first when the arena is full.
     eviction: EvictionName = EvictionName.S3_FIFO
     #: Eviction starts when more than this part of the arena is in use; 1: only when a block is needed.
-    high_water: float = 0.95
+    high_water: float = 0.99
     #: Then it goes on until at least this part more is free.
-    evict_share: float = 0.02
+    evict_share: float = 0.01
     #: The sum of floors is at most `num_blocks`. At most 64: the unnamed share one quota.
     tenants: tuple[TenantQuota, ...] = ()
     #: At most this part of the arena may be pinned hard.
