@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.type_check import ROOT, TYPE_CHECK
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["check", "format"])
@@ -21,8 +21,6 @@ def test_ruff(command: list[str]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_mypy_strict() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_mypy_strict(pytestconfig: pytest.Config) -> None:
+    status, output = pytestconfig.stash[TYPE_CHECK].wait()
+    assert status == 0, output
