@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,17 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import hash_blocks
 from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.routing.worker_view import WorkerRole
+from moonpool.store.segment_files import SegmentFiles
+from moonpool.store.segment_log import SegmentLog
 from moonpool.telemetry import names
 from moonpool.tiering.protocol import PutRefusal
 from moonpool.wire.store import PutAnswer, StoreReport
+from moonpool_kvstore.service import OpenLog
 from support.eventually import eventually
 from support.nats_server import nats_server
 from support.requests import make_request
 from support.router_client import RouterClient
+from support.segment_log import FaultyFiles
 from support.stores import RunningStore, running_store, store_config
 from support.thread_engine import ThreadEngines
 from support.tiny_llama import TinyLlama, write_tiny_llama
@@ -52,12 +58,17 @@ class World:
         self._started: dict[RunningStore, AsyncExitStack] = {}
 
     async def store(
-        self, store_id: str = "store-0", *, model: Path | None = None, **settings: Any
+        self,
+        store_id: str = "store-0",
+        *,
+        model: Path | None = None,
+        open_log: OpenLog | None = None,
+        **settings: Any,
     ) -> RunningStore:
         config = store_config(self.path, model or self.path / "model", store_id, **settings)
         stack = await self._stack.enter_async_context(AsyncExitStack())
         bus = MemoryBus(self._workers.broker)
-        store = await stack.enter_async_context(running_store(config, bus))
+        store = await stack.enter_async_context(running_store(config, bus, open_log=open_log))
         self._started[store] = stack
         return store
 
@@ -112,6 +123,16 @@ async def put(world: World, store: RunningStore, worker_id: str = "w0") -> None:
     assert answered == PutAnswer(num_wanted_blocks=NUM_BLOCKS)
     await store.until_quiet()
     await world.stop_worker(worker)
+
+
+def faulty(disks: list[FaultyFiles]) -> OpenLog:
+    """Logs whose disks a test can break: each is added to the list."""
+
+    def wrap_files(files: SegmentFiles) -> SegmentFiles:
+        disks.append(FaultyFiles(files))
+        return disks[-1]
+
+    return partial(SegmentLog.open, wrap_files=wrap_files)
 
 
 def config_error(error: BaseException) -> ConfigError:
@@ -235,6 +256,47 @@ async def test_without_its_disk_a_store_serves_from_memory(tmp_path: Path, obsta
         with pytest.raises(ExceptionGroup) as caught:
             await cluster.store("store-0", ssd_dir=ssd, is_ssd_strict=True)
         assert str(ssd) in config_error(caught.value).message
+
+
+async def test_a_disk_that_fails_takes_nothing_from_memory(tmp_path: Path) -> None:
+    """Full at first, then reads give errors: misses, said and counted; what can be read is read."""
+    ssd = tmp_path / "ssd"
+    ssd.mkdir()
+    disks: list[FaultyFiles] = []
+    open_log = faulty(disks)
+    async with world(tmp_path) as cluster:
+        store = await cluster.store(ssd_dir=ssd, open_log=open_log)
+        (disk,) = disks
+        disk.failures["pwritev"] = OSError(errno.ENOSPC, "no space")
+        await put(cluster, store)
+        report = await report_when(
+            store, "nothing could be written", num_failed_write_blocks=NUM_BLOCKS, num_disk_blocks=0
+        )
+        assert "No space left on device" in report.problem
+        store.service.render_metrics()
+        assert store.service.metrics.value(names.STORE_DISK_UP) == 0
+        _, reader = await cluster.worker("r0")
+        assert (await answer(reader, SECOND, peer=store.peer(NUM_SHARED))).num_peer_tokens > 0
+
+
+async def test_a_disk_that_gives_errors_is_a_miss(tmp_path: Path) -> None:
+    ssd = tmp_path / "ssd"
+    ssd.mkdir()
+    disks: list[FaultyFiles] = []
+    open_log = faulty(disks)
+    async with world(tmp_path) as cluster:
+        store = await cluster.store(ssd_dir=ssd)
+        await put(cluster, store)
+        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
+        await cluster.stop(store)
+        again = await cluster.store(ssd_dir=ssd, open_log=open_log)
+        await report_when(again, "it is found", num_disk_blocks=NUM_BLOCKS)
+        disks[0].failures["preadv"] = OSError(errno.EIO, "I/O error")
+        _, reader = await cluster.worker("r0")
+        assert (await answer(reader, SECOND, peer=again.peer(NUM_SHARED))).num_peer_tokens == 0
+        stats = (await again.report()).stats
+        assert (stats.num_hit_disk_blocks, stats.num_loaded_blocks) == (0, 0)
+        assert stats.num_failed_load_blocks > 0
 
 
 async def test_two_stores_never_share_a_directory(tmp_path: Path) -> None:

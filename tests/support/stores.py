@@ -22,7 +22,7 @@ from moonpool.service.life import Running, StopPolicy, running
 from moonpool.wire.store import PutAnswer, PutOffer, StoreReport
 from moonpool.wire.worker import LedgerReport
 from moonpool_kvstore.app import build
-from moonpool_kvstore.service import StoreService
+from moonpool_kvstore.service import OpenLog, StoreService
 from support.eventually import eventually
 from support.router_client import RouterClient
 
@@ -123,10 +123,14 @@ class RunningStore:
 
 @contextlib.asynccontextmanager
 async def running_store(
-    config: KvStoreConfig, bus: Bus, *, policy: StopPolicy | None = None
+    config: KvStoreConfig,
+    bus: Bus,
+    *,
+    open_log: OpenLog | None = None,
+    policy: StopPolicy | None = None,
 ) -> AsyncIterator[RunningStore]:
     """The store of `config`, drained and stopped on exit."""
-    service = build(config, bus=bus)
+    service = build(config, bus=bus, open_log=open_log)
     async with running(service, policy=policy) as life:
         address = str(life.facts["grpc_address"])
         yield RunningStore(config=config, service=service, running=life, address=address)
