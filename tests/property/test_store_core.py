@@ -6,7 +6,7 @@ likes, and looks at what readers would see. It knows nothing of how the core dec
     what is lent holds what was asked for, and goes on holding it until the reader is gone
     what is read, loaded or written belongs to whoever does that until it has ended
     what is published lies in the arena or on the disk; what is withdrawn lies in neither
-    a put wants exactly the first run of what is neither published nor on its way
+    a put wants exactly the first run of what is neither published nor on its way, while the disk is well
     a get is told the whole leading run that is published, or counts as short
     nobody's flood pushes a tenant below its floor
     when all has ended, nothing is held
@@ -36,6 +36,7 @@ from moonpool.core.protocol import (
 from moonpool.ids import AttemptId, BlockHash, BlockId
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from moonpool.kv.eviction import EvictionName
+from moonpool.tiering.breaker import BreakerState
 from moonpool.tiering.config import DiskAdmission, TenantQuota
 from moonpool.tiering.protocol import (
     NOT_IN_ARENA,
@@ -198,6 +199,8 @@ class StoreMachine(RuleBasedStateMachine):
         num_refused = self.num_refused()
         before = self.core.stats(self.now).tenants
         wanted = self.first_missing_run(hashes)
+        # Else what lies on disk only is wanted too.
+        is_disk_well = self.core.stats(self.now).disk_reads is BreakerState.CLOSED
         self.core.handle(Put(attempt_id=attempt_id, tenant=tenant, hashes=hashes), self.now)
         after = self.core.stats(self.now).tenants
         for old, new in zip(before, after, strict=True):
@@ -209,7 +212,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.take()
         reserved = self.reading.get(attempt_id)
         if reserved is None:
-            assert not wanted or self.num_refused() == num_refused + 1
+            is_refused = self.num_refused() == num_refused + 1
+            assert not wanted or not is_disk_well or is_refused
             return
         assert not self.is_draining
         first = reserved.num_cached_tokens // BLOCK_SIZE
@@ -217,7 +221,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(reserved.block_ids) == len(reserved.hashes)
         targets = self.targets(reserved)
         assert targets
-        assert list(wanted)[: len(targets)] == list(range(first, first + len(targets)))
+        if is_disk_well:
+            assert list(wanted)[: len(targets)] == list(range(first, first + len(targets)))
         assert NOT_IN_ARENA not in targets
         for block_hash, block_id in zip(hashes, reserved.block_ids[:first], strict=False):
             assert block_id == NOT_IN_ARENA or self.arena[block_id] == block_hash

@@ -8,6 +8,7 @@ from moonpool.kv.events import BlockRemoved
 from moonpool.kv.eviction import EvictionName
 from moonpool.tiering.breaker import BreakerConfig, BreakerState
 from moonpool.tiering.protocol import (
+    NOT_IN_ARENA,
     BlocksLoaded,
     DiskContents,
     DiskDropped,
@@ -252,6 +253,19 @@ def test_a_disk_that_brings_everything_late_is_left_alone() -> None:
         store.now += 0.5
         store.say(loaded(load))
     assert store.core.stats(store.now).disk_reads is BreakerState.OPEN
+
+
+def test_what_lies_on_a_disk_that_cannot_be_read_is_wanted_of_a_put() -> None:
+    store = _restarted("abc", disk_breaker=BreakerConfig(num_failures=1))
+    assert store.offer("abcd", 1).replies[1] == reserved(
+        1, "abcd", 3, (NOT_IN_ARENA, NOT_IN_ARENA, NOT_IN_ARENA, *ids(0))
+    )
+    (load,) = _loads(store.lock("abc", 1))
+    store.say(loaded(load, 0))
+    frame = store.put("abc")
+    assert frame.cache_events == ()
+    assert store.get("abc") == 3
+    assert store.core.stats(store.now).num_disk_blocks == 3
 
 
 def test_failing_reads_open_the_breaker_of_reads_alone() -> None:

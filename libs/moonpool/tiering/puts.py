@@ -13,6 +13,7 @@
 Rules
 - A block comes once: what is here, in either tier, or is read for another put or from the disk is not
   wanted. If that fails, the next offer of the chain finds it missing.
+- What lies on disk only is wanted all the same while the disk cannot be read.
 - A put wants one run of its chain, from the first missing block on. There is a second one only where a
   chain has a hole, and then it is worth nothing before the first.
 - The blocks before it that lie in HOST are held for as long, so the put is a use of them too.
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 from moonpool.core.protocol import FetchReserved, Revoked
 from moonpool.ids import AttemptId, BlockHash, BlockId
+from moonpool.tiering.breaker import BreakerState
 from moonpool.tiering.catalogue import Catalogue
 from moonpool.tiering.config import StoreConfig
 from moonpool.tiering.frame_builder import StoreFrameBuilder
@@ -114,7 +116,7 @@ class Puts:
             return
         catalogue, host = self._catalogue, self._catalogue.host
         share = self._shares.of(put.tenant)
-        first, num_wanted = self._wanted_run(put.hashes)
+        first, num_wanted = self._wanted_run(put.hashes, now)
         here = put.hashes[:first]
         held = tuple(b for h in here if (b := host.find(h)) is not None)
         catalogue.adopt(here, held, share)
@@ -185,20 +187,22 @@ class Puts:
 
     # -- how --
 
-    def _wanted_run(self, hashes: tuple[BlockHash, ...]) -> tuple[int, int]:
+    def _wanted_run(self, hashes: tuple[BlockHash, ...], now: float) -> tuple[int, int]:
         """The first block that is wanted, and how many from there on."""
+        is_disk_well = self._catalogue.disk.reads.state(now) is BreakerState.CLOSED
         first = 0
-        while first < len(hashes) and self._is_known(hashes[first]):
+        while first < len(hashes) and self._is_known(hashes[first], is_disk_well):
             first += 1
         limit = min(len(hashes), first + self._config.max_put_blocks)
         end = first
-        while end < limit and not self._is_known(hashes[end]):
+        while end < limit and not self._is_known(hashes[end], is_disk_well):
             end += 1
         return first, end - first
 
-    def _is_known(self, block_hash: BlockHash) -> bool:
+    def _is_known(self, block_hash: BlockHash, is_disk_well: bool) -> bool:
         return (
-            block_hash in self._catalogue
+            block_hash in self._catalogue.host
+            or (is_disk_well and block_hash in self._catalogue.disk)
             or block_hash in self._on_their_way
             or self._gets.is_loading(block_hash)
         )
