@@ -7,7 +7,6 @@ import errno
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from moonpool.bus.memory import MemoryBus
 from moonpool.bus.nats import NatsBus
+from moonpool.clock import ManualClock
 from moonpool.config.secret import load_or_create_secret
 from moonpool.core.protocol import Refused, RefuseReason, TokensReady
 from moonpool.errors import ConfigError, FailedPreconditionError, InvalidRequestError
@@ -126,13 +126,17 @@ async def put(world: World, store: RunningStore, worker_id: str = "w0") -> None:
 
 
 def faulty(disks: list[FaultyFiles]) -> OpenLog:
-    """Logs whose disks a test can break: each is added to the list."""
+    """Logs whose disks a test can break: each is added to the list. Their time stands still."""
 
     def wrap_files(files: SegmentFiles) -> SegmentFiles:
         disks.append(FaultyFiles(files))
         return disks[-1]
 
-    return partial(SegmentLog.open, wrap_files=wrap_files)
+    async def open_log(path: Path, **settings: Any) -> SegmentLog:
+        clock = ManualClock()
+        return await SegmentLog.open(path, **settings | {"clock": clock, "wrap_files": wrap_files})
+
+    return open_log
 
 
 def config_error(error: BaseException) -> ConfigError:
