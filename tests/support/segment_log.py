@@ -127,7 +127,7 @@ class FaultyFiles:
         room_bytes: When files have grown by so much, writes are cut short, then refused with ENOSPC;
             removing a file gives nothing back.
         max_bytes: No read or write moves more than this in one call.
-        gate: Closed, writes stop before they begin; `waiting` says that one does.
+        gate: Closed, reads and writes stop before they begin; `waiting` says that one does.
     """
 
     def __init__(self, inner: SegmentFiles) -> None:
@@ -155,12 +155,12 @@ class FaultyFiles:
         return self._inner.size(fd)
 
     def preadv(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> int:
+        self._stop_at_gate()
         self._fail("preadv")
         return self._inner.preadv(fd, self._cut(buffers, self.max_bytes), offset)
 
     def pwritev(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> int:
-        self.waiting.set()
-        assert self.gate.wait(10)
+        self._stop_at_gate()
         self._fail("pwritev")
         buffers = self._cut(buffers, self.max_bytes)
         end = offset + sum(buffer.size for buffer in buffers)
@@ -186,6 +186,11 @@ class FaultyFiles:
     def unlink(self, name: str) -> None:
         self._fail("unlink")
         self._inner.unlink(name)
+
+    def _stop_at_gate(self) -> None:
+        if not self.gate.is_set():
+            self.waiting.set()
+            assert self.gate.wait(10)
 
     def _fail(self, call: str) -> None:
         if call in self.failures:

@@ -252,6 +252,27 @@ async def test_a_cancelled_write_first_waits_for_its_io(tmp_path: Path) -> None:
         assert await readable(world.log, 1, 2) == (1, 2)
 
 
+async def test_a_cancelled_read_touches_nothing_afterwards(tmp_path: Path) -> None:
+    async with open_log(tmp_path / "log", slots_per_segment=16) as world:
+        await write(world.log, *range(16))
+        targets = [make_target(number) for number in range(16)]
+        world.files.gate.clear()
+        reading = asyncio.ensure_future(world.log.read(targets))
+        await asyncio.to_thread(world.files.waiting.wait, 10)
+        reading.cancel()
+        await asyncio.wait([reading], timeout=0.01)
+        assert not reading.done()
+        world.files.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        before = [target.payload.copy() for target in targets]
+        assert not before[-1].any()
+        await world.log.settle()
+        for target, payload in zip(targets, before, strict=True):
+            assert np.array_equal(target.payload, payload)
+        assert await readable(world.log, *range(16)) == tuple(range(16))
+
+
 async def test_a_block_that_is_dropped_while_it_is_written_is_not_there(tmp_path: Path) -> None:
     async with open_log(tmp_path / "log") as world:
         world.files.gate.clear()
@@ -272,7 +293,6 @@ async def test_a_block_that_is_dropped_while_it_is_written_is_not_there(tmp_path
 async def test_a_clear_beats_the_write_that_runs(tmp_path: Path) -> None:
     async with open_log(tmp_path / "log") as world:
         await write(world.log, 8)
-        world.files.waiting.clear()
         world.files.gate.clear()
         writing = asyncio.ensure_future(
             world.log.write([make_record(number) for number in range(6)])

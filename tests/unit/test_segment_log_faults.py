@@ -89,6 +89,7 @@ async def test_a_torn_tail_is_left_out(tmp_path: Path, num_bytes: int) -> None:
         is_whole = num_bytes == SLOT_BYTES
         assert await readable(world.log, *range(3)) == ((0, 1, 2) if is_whole else (0, 1))
         assert world.log.stats().num_torn_records == (0 if is_whole else 1)
+        assert world.log.stats().file_bytes == 3 * SLOT_BYTES
         # The torn segment is sealed: what is written next lies elsewhere.
         assert await write(world.log, 3) == (3,)
         assert len(segment_files(tmp_path / "log")) == 2
@@ -156,18 +157,21 @@ async def test_a_refused_write_pauses_writes_and_nothing_else(
         assert await readable(world.log, *range(5)) == (0, 1, 2, 3, 4)
 
 
-async def test_a_full_disk_makes_the_tier_smaller(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_whole", [1, 2])
+async def test_a_full_disk_makes_the_tier_smaller(tmp_path: Path, num_whole: int) -> None:
     async with open_log(tmp_path / "log") as world:
         await write(world.log, *range(8))
-        world.files.room_bytes = 2 * SLOT_BYTES + 100
-        # Two records are whole; the others wait for the oldest segment to go, and find no room yet.
+        world.files.room_bytes = num_whole * SLOT_BYTES + 100
+        # Some records are whole; the others wait for the oldest segment to go, and find no room yet.
         result = await world.log.write([make_record(number) for number in range(8, 12)])
-        assert result.kept == (make_hash(8), make_hash(9))
+        assert result.kept == tuple(make_hash(number) for number in range(8, 8 + num_whole))
         assert "make room" in result.problem
         assert world.dropped.hashes == [make_hash(number) for number in range(4)]
+        # The place that the failed write has reached counts, what it has not reached does not.
+        assert world.log.stats().file_bytes == (4 + num_whole + 1) * SLOT_BYTES
         world.files.room_bytes = None
         world.clock.advance(60.0)
-        assert await write(world.log, 10, 11) == (10, 11)
+        assert await write(world.log, *range(8 + num_whole, 12)) == tuple(range(8 + num_whole, 12))
         assert await readable(world.log, *range(12)) == tuple(range(4, 12))
     async with open_log(tmp_path / "log") as world:
         assert await readable(world.log, *range(12)) == tuple(range(4, 12))
