@@ -71,6 +71,7 @@ class Ring:
                     assert take.source.worker_id != store_id
                     if take.hashes in self.chains[take.source.worker_id]:
                         self.chains[store_id].add(take.hashes)
+                        self.books[take.source.worker_id].note_lent(take.hashes, self.now)
                     book.on_taken()
                 taken += takes
             book.validate()

@@ -192,15 +192,19 @@ class RedisDirectory:
 
     async def _call(self, call: Callable[[], Awaitable[_AnswerT]]) -> _AnswerT | None:
         """The answer; None if there was none in time."""
+        swallowed = _SwallowedCancel()
         if self.is_connected:
             try:
                 async with asyncio.timeout(self._call_timeout_s):
-                    return await call()
+                    answer = await call()
+                swallowed.check()
+                return answer
             except ResponseError as error:
                 # It is there and does not want to: the connection is as good as before.
                 self._note_refusal(error)
             except (TimeoutError, OSError, RedisError) as error:
                 self._lose(error)
+            swallowed.check()
         self._num_failed_calls += 1
         return None
 
@@ -228,21 +232,40 @@ class RedisDirectory:
             self._lost.set()
 
     async def _keep_connected(self) -> None:
+        swallowed = _SwallowedCancel()
         while True:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await self._client.connection_pool.disconnect()
                     await self._client.ping()
             except (TimeoutError, OSError, RedisError) as error:
-                if isinstance(error, RedisError):
-                    log.debug("directory.not_connected", error=type(error).__name__)
+                swallowed.check()
+                log.debug("directory.not_connected", error=type(error).__name__)
                 await asyncio.sleep(RECONNECT_WAIT_S)
                 continue
+            swallowed.check()
             log.info("directory.connected")
             self._refusal = ""
             self._lost.clear()
             self._connected.set()
             await self._lost.wait()
+
+
+class _SwallowedCancel:
+    """The client waits with asyncio.wait_for, which on Python 3.11 loses a cancellation that comes together
+    with the answer: whoever cancelled would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_before = task.cancelling()
+
+    def check(self) -> None:
+        """Raises CancelledError: the task was cancelled since, and nobody told it."""
+        if self._task.cancelling() > self._num_before:
+            raise asyncio.CancelledError
 
 
 def _as_bytes(value: bytes | str) -> bytes:

@@ -9,7 +9,8 @@ Rules
   would be its home if the first ones were not there. So all nodes agree without talking.
 - A chain that is read here and whose home is elsewhere by now is asked for as well, the ones read fastest
   first: the ring has changed. What nobody reads moves to nobody.
-- A node that leaves asks for what was put or lent last, the latest first, a windowful at a time.
+- A node that leaves asks for what was put or lent last, the latest first, a windowful at a time; for each
+  chain until somebody has come to read all of it, or for a while.
 - What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
 - All of it is advice. Without a view nothing is asked and nothing is taken.
 
@@ -75,6 +76,14 @@ class TakeChain:
     hashes: tuple[BlockHash, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A chain that a node that leaves asks others to take."""
+
+    chain: tuple[BlockHash, ...]
+    ends_at: float
+
+
 class CopyBook:
     """See the file's head. `now` is monotonic, `now_unix_s` the wall clock."""
 
@@ -85,10 +94,10 @@ class CopyBook:
         self._view = RingView()
         #: By the last block: chains in the order in which they were put or lent last.
         self._recent: OrderedDict[BlockHash, tuple[BlockHash, ...]] = OrderedDict()
-        #: Chains of a node that leaves which nobody was asked to take yet, in order; and those that are
-        #: asked for now, with the time at which that ends.
+        #: Chains of a node that leaves which nobody was asked to take yet, in order; and, by their last
+        #: block, those that are asked for now.
         self._leaving: list[tuple[BlockHash, ...]] = []
-        self._asked: OrderedDict[tuple[BlockHash, ...], float] = OrderedDict()
+        self._asked: dict[BlockHash, _Asked] = {}
         self._is_leaving = False
         #: By the last block of a chain: when it may be taken again.
         self._taken: OrderedDict[BlockHash, float] = OrderedDict()
@@ -108,6 +117,7 @@ class CopyBook:
         """A reader was lent these leading blocks of a chain."""
         self.note_kept(hashes)
         if hashes:
+            self._asked.pop(hashes[-1], None)
             num_bytes = len(hashes) * self._config.block_bytes
             self._planner.note_read(home_key(hashes), hashes, num_bytes, now)
 
@@ -174,11 +184,15 @@ class CopyBook:
             )
         return takes
 
+    @property
+    def num_asked(self) -> int:
+        """Chains that a node that leaves asks others to take at this moment."""
+        return len(self._asked)
+
     def is_left(self, now: float) -> bool:
-        """Whether a node that leaves has asked for all that it held, each long enough."""
-        return (
-            self._is_leaving and not self._leaving and all(t <= now for t in self._asked.values())
-        )
+        """Whether a node that leaves has asked for all that it held, each chain long enough."""
+        is_over = all(one.ends_at <= now for one in self._asked.values())
+        return self._is_leaving and not self._leaving and is_over
 
     def validate(self) -> None:
         """Check every invariant; raises AssertionError."""
@@ -221,21 +235,22 @@ class CopyBook:
 
     def _leave_asks(self, weights: dict[WorkerId, float], now: float) -> list[ChainCopy]:
         """The window of chains that are asked for now."""
-        for chain in [chain for chain, ends_at in self._asked.items() if ends_at <= now]:
-            del self._asked[chain]
-        num_blocks = sum(map(len, self._asked))
+        asked = self._asked
+        for last_hash in [h for h, one in asked.items() if one.ends_at <= now]:
+            del asked[last_hash]
+        num_blocks = sum(len(one.chain) for one in asked.values())
         num_new = 0
         for chain in self._leaving:
             num_blocks += len(chain)
-            if len(self._asked) >= MAX_COPIES or num_blocks > MAX_COPY_BLOCKS:
+            if len(asked) >= MAX_COPIES or num_blocks > MAX_COPY_BLOCKS:
                 break
-            self._asked[chain] = now + self._config.asked_s
+            asked[chain[-1]] = _Asked(chain=chain, ends_at=now + self._config.asked_s)
             num_new += 1
         del self._leaving[:num_new]
         return [
-            _ask(CopyKind.MOVE, chain, homes)
-            for chain in self._asked
-            if (homes := homes_of(weights, home_key(chain), 1))
+            _ask(CopyKind.MOVE, one.chain, homes)
+            for one in asked.values()
+            if (homes := homes_of(weights, home_key(one.chain), 1))
         ]
 
 

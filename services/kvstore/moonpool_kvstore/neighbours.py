@@ -87,9 +87,14 @@ class Neighbours:
     def note_lent(self, hashes: tuple[BlockHash, ...]) -> None:
         """A reader was lent these leading blocks of a chain."""
         self._book.note_lent(hashes, self._clock.now())
+        if self._is_leaving:
+            self._end_leaving()
+            if not self._book.num_asked:
+                self._keeper.beat_now()
 
     async def leave(self, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
-        """Ask the others to take what was used last; returns when each chain was asked for long enough.
+        """Ask the others to take what was used last; returns when each chain was read, or asked for
+        long enough.
 
         The node must still lend. Without others, or without word from them, it returns at once.
         """
@@ -120,10 +125,13 @@ class Neighbours:
             member.key.worker_id != store_id and not member.is_draining for member in view.members
         )
         self._book.on_view(view)
+        self._end_leaving()
+        self._take()
+
+    def _end_leaving(self) -> None:
         has_left = self._book.is_left(self._clock.now()) or not self.num_others
         if self._is_leaving and has_left:
             self._left.set()
-        self._take()
 
     def _take(self) -> None:
         if self._tasks is not None:

@@ -126,6 +126,11 @@ class StoreService:
     def metrics(self) -> Metrics:
         return self._node.books.metrics
 
+    @property
+    def num_neighbours(self) -> int:
+        """Other nodes of the ring that do not leave, as of the last word from the directory."""
+        return self._neighbours.num_others if self._neighbours is not None else 0
+
     def render_metrics(self) -> bytes:
         """The text that Prometheus scrapes, with gauges as of now."""
         return self._node.render_metrics()
