@@ -85,15 +85,6 @@ def worker_hello(
 ) -> WorkerHello:
     """Who this incarnation is: what it tells routers and peers."""
     settings, dtype = config.worker, config.common.dtype
-    region = KvRegion(
-        worker=key,
-        layout=layout,
-        pool_bytes=layout.pool_bytes,
-        digest_kind=DigestKind.XXH3_64,
-        host_id=host_id(),
-        fd_socket=socket_name(key),
-        grpc_address=address,
-    )
     return WorkerHello(
         worker=key,
         role=WorkerRole(config.role),
@@ -105,13 +96,26 @@ def worker_hello(
             block_size=settings.block_size,
         ),
         secret_fingerprint=secret.fingerprint,
-        regions=(region,),
+        regions=(pool_region(key, layout, address),),
         max_model_len=max_model_len(config, model),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         grpc_address=address,
         version=__version__,
         kv_eviction_policy=settings.kv_eviction_policy,
+    )
+
+
+def pool_region(key: WorkerKey, layout: KvLayout, address: str) -> KvRegion:
+    """Where a node's memory can be read, but for what transports add."""
+    return KvRegion(
+        worker=key,
+        layout=layout,
+        pool_bytes=layout.pool_bytes,
+        digest_kind=DigestKind.XXH3_64,
+        host_id=host_id(),
+        fd_socket=socket_name(key),
+        grpc_address=address,
     )
 
 

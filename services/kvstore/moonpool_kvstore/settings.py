@@ -13,13 +13,11 @@ from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.digest import DigestKind
 from moonpool.kv.eviction import EvictionName
 from moonpool.kv.layout import KvLayout
-from moonpool.kv.region import KvRegion
-from moonpool.memory.fd_server import socket_name
-from moonpool.memory.host import host_id
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.store.log_identity import LogIdentity
 from moonpool.tiering.config import DiskAdmission, StoreConfig, TenantQuota
 from moonpool.wire.worker import WorkerHello
+from moonpool.worker.settings import pool_region
 
 #: A reader's time, from the lock to the end of its reading; what it has not read by then is a miss.
 LEASE_S = 10.0
@@ -62,22 +60,13 @@ def store_hello(
     address: str,
 ) -> WorkerHello:
     """Who this incarnation is: a worker that can be read from and takes no request."""
-    region = KvRegion(
-        worker=key,
-        layout=layout,
-        pool_bytes=layout.pool_bytes,
-        digest_kind=DigestKind.XXH3_64,
-        host_id=host_id(),
-        fd_socket=socket_name(key),
-        grpc_address=address,
-    )
     return WorkerHello(
         worker=key,
         role=WorkerRole.STORE,
         model=model.name,
         namespace=namespace_of(config, model),
         secret_fingerprint=secret.fingerprint,
-        regions=(region,),
+        regions=(pool_region(key, layout, address),),
         max_model_len=model.config.max_positions,
         max_num_seqs=1,
         max_num_batched_tokens=1,
