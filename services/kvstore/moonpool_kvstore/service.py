@@ -35,7 +35,7 @@ from moonpool.native import Kernels, kernels
 from moonpool.rpc.server import RpcServer
 from moonpool.service.life import Life, ReadyFacts
 from moonpool.service.ready import WARNING_FACT
-from moonpool.store.base import BlockLog, DropReason, OnDropped
+from moonpool.store.base import BlockLog, DropReason, KeepHot, OnDropped
 from moonpool.store.directory import Directory
 from moonpool.store.log_identity import LogIdentity
 from moonpool.telemetry.metrics import Metrics
@@ -74,6 +74,7 @@ class OpenLog(Protocol):
         kernels: Kernels,
         clock: Clock,
         on_dropped: OnDropped,
+        keep_hot: KeepHot,
     ) -> BlockLog:
         """Raises ConfigError: The directory cannot be used."""
         ...
@@ -179,6 +180,9 @@ class StoreService:
             for engine in engines:
                 engine.on_disk_dropped(hashes, reason)
 
+        def keep_hot(hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+            return engines[0].keep_on_disk(hashes) if engines else ()
+
         shell = node.make_shell(
             parts,
             hello,
@@ -186,7 +190,7 @@ class StoreService:
             fetch=fetch_config(layout),
             send_command=send_command,
         )
-        disk = await self._enter_disk(life, hello, layout, on_dropped=on_dropped)
+        disk = await self._enter_disk(life, hello, layout, on_dropped=on_dropped, keep_hot=keep_hot)
         parts.memory.seal()
         engine = StoreEngine(
             core=StoreCore(
@@ -247,7 +251,13 @@ class StoreService:
         server.add(store_pb2_grpc.add_StoreServicer_to_server, self._servicer, SERVICE_NAME)
 
     async def _enter_disk(
-        self, life: Life, hello: WorkerHello, layout: KvLayout, *, on_dropped: OnDropped
+        self,
+        life: Life,
+        hello: WorkerHello,
+        layout: KvLayout,
+        *,
+        on_dropped: OnDropped,
+        keep_hot: KeepHot,
     ) -> BlockLog | None:
         """The log of this node's own directory, scanned; None without one.
 
@@ -266,6 +276,7 @@ class StoreService:
                 kernels=kernels(),
                 clock=self._clock,
                 on_dropped=on_dropped,
+                keep_hot=keep_hot,
             )
         except ConfigError as error:
             if store.is_ssd_strict:

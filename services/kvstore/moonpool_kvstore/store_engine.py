@@ -216,6 +216,10 @@ class StoreEngine:
             log.warning("store.disk_blocks_lost", num_blocks=len(hashes), why=reason.value)
         self.send(DiskDropped(hashes=tuple(hashes)))
 
+    def keep_on_disk(self, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        """The log is about to reclaim these: which of them it is to write once more."""
+        return self._core.keep_on_disk(hashes, self._clock.now())
+
     # -- the core --
 
     def _flush(self) -> None:
