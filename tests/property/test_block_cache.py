@@ -122,12 +122,11 @@ class Model:
             is_small_due = sum(e.is_small for e in self.cached.values()) > NUM_BLOCKS // 10
             leaves = {h for h in leaves if self.cached[h].is_small is is_small_due} or leaves
         if self.eviction is EvictionName.LFU_AGED:
-            credit = NUM_BLOCKS * 7 // 10
             entries = self.cached
             return min(
                 leaves,
                 key=lambda h: (
-                    entries[h].used_at + credit * entries[h].num_finds,
+                    entries[h].used_at + NUM_BLOCKS * entries[h].num_finds,
                     not is_gone(entries[h].block_id),
                 ),
                 default=None,

@@ -131,7 +131,7 @@ def test_aged_lfu_is_lru_until_something_is_found() -> None:
     )
 
 
-def test_a_find_is_worth_most_of_the_pool_and_ages() -> None:
+def test_a_find_is_worth_the_pool_and_ages() -> None:
     cache = make_cache(eviction=EvictionName.LFU_AGED)
     use(cache, "aaaaa")
     use(cache, "aaaaa")

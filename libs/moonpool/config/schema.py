@@ -287,7 +287,7 @@ class StoreSettings(Section):
     transports: tuple[TransportName, ...] = Field(default=("shm", "grpc"), min_length=1)
     is_transport_strict: bool = False
     #: As a worker's: the order in which blocks leave the memory.
-    kv_eviction_policy: EvictionPolicyName = "s3_fifo"
+    kv_eviction_policy: EvictionPolicyName = "lfu_aged"
     #: `redis://[user:password@]host:port/db`, where several nodes find each other (`rediss://` for TLS, or
     #: `unix://`); None: each is alone. Whoever may write there may name addresses that nodes connect to.
     redis_url: str | None = Field(default=None, repr=False)

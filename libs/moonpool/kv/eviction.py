@@ -210,8 +210,6 @@ class S3FifoEviction:
         return tuple(self._ghosts)
 
 
-#: What one find is worth: a use that lies so much of the pool's filling later.
-_CREDIT = 0.7
 #: Finds beyond these are worth nothing more.
 _MAX_FINDS = 4
 
@@ -219,13 +217,13 @@ _MAX_FINDS = 4
 class AgedLfuEviction:
     """LFU with aging, for chains: a block that was found is kept as if it had been used later.
 
-        priority = clock at its last use + 0.7 * num_blocks * min(times found, 4)
+        priority = clock at its last use + num_blocks * min(times found, 4)
 
     After LFU-DA (Arlitt, Cherkasova, Dilley, Friedrich, Jin, "Evaluating content management techniques for
     web proxy caches", ACM SIGMETRICS PER 27(4), 2000), where a block enters with the priority at which the
-    last one went: here the clock counts blocks stored (and uses, so that no two are alike), so that a find is
-    worth the same share of whatever the pool holds, and without finds this is LRU. How often a block was found is remembered for
-    three times the pool after it went; coming again counts as one more.
+    last one went: here the clock counts blocks stored (and uses, so that no two are alike). So a find is
+    worth as much as filling the pool once, however large it is, and without finds this is LRU. How often a
+    block was found is remembered for three times the pool after it went; coming again counts as one more.
 
     A block is found at most as often as those before it in its chain, so the order is leaves first.
 
@@ -237,7 +235,7 @@ class AgedLfuEviction:
     _TURN = EvictionTurn(segments=(0,), num_blocks=_ANY)
 
     def __init__(self, num_blocks: int) -> None:
-        self._credit = int(_CREDIT * num_blocks)
+        self._credit = num_blocks
         self._max_ghosts = 3 * num_blocks
         self._num_stored = 0
         self._tick = 0

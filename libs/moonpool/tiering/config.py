@@ -46,7 +46,7 @@ class StoreConfig:
     has_disk: bool = False
 
     #: Which block goes first when the arena is full.
-    eviction: EvictionName = EvictionName.S3_FIFO
+    eviction: EvictionName = EvictionName.LFU_AGED
     #: Eviction starts when more than this part of the arena is in use; 1: only when a block is needed.
     high_water: float = 0.99
     #: Then it goes on until at least this part more is free.
