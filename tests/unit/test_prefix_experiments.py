@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli.ask import Reply
-from moonpool.cli.demo_document import make_document, make_prompt
-from moonpool.cli.demo_prefix import (
+from moonpool.cli.demo_asked import (
     Asked,
     PrefixPlan,
     Ratio,
@@ -19,6 +18,7 @@ from moonpool.cli.demo_prefix import (
     ratios,
     work_ratio,
 )
+from moonpool.cli.demo_document import make_document, make_prompt
 from moonpool.errors import InternalError
 from moonpool.hub.model_config import ModelConfig, read_model_config
 from moonpool.hub.tokenizer import Tokenizer

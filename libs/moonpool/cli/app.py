@@ -123,13 +123,14 @@ def demo_prefix(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> int:
-    """Ask about a long document: computed, read from a peer, found.
+    """Ask about a long document: computed, read from a peer, found, read from a store.
 
     What a first token takes when the document's KV lies in the worker's own pool, when another worker
-    holds it, and when nobody does.
+    holds it, when a store has it in memory or on its disk, and when nobody does.
     """
+    from moonpool.cli.demo_asked import PrefixPlan
     from moonpool.cli.demo_cluster import DemoModel
-    from moonpool.cli.demo_prefix import PrefixPlan, run_demo_prefix
+    from moonpool.cli.demo_prefix import run_demo_prefix
 
     return run_demo_prefix(
         DemoModel(model=model, dtype=dtype, transports=transports, data_dir=data_dir),

@@ -16,7 +16,7 @@ from moonpool.cli.terminal import Glyphs, make_console, print_json
 from moonpool.cli.up_view import short_detail
 from moonpool.cluster.local_cluster import LocalCluster
 from moonpool.cluster.part import PartEvent, PartState
-from moonpool.cluster.process import living_group_members
+from moonpool.cluster.process import ChildProcess, living_group_members
 from moonpool.config.load import load_cluster_config
 from moonpool.config.schema import ClusterConfig
 from moonpool.errors import NotFoundError
@@ -92,7 +92,8 @@ class DemoScreen:
         self.is_json = is_json
         self._started = time.monotonic()
         self._is_serving = False
-        self._groups: list[int] = []
+        #: Process groups of each part, those of earlier lives too.
+        self._groups: dict[str, set[int]] = {}
 
     def on_part(self, event: PartEvent) -> None:
         """A part of the cluster has changed its state."""
@@ -106,12 +107,18 @@ class DemoScreen:
     def on_ready(self, cluster: LocalCluster) -> None:
         """It serves; what runs is noted, to see that it ends."""
         self._is_serving = True
-        self._groups = _process_groups(cluster)
+        self.note_processes(cluster)
         self.say(f"Ready in {time.monotonic() - self._started:.1f} s.\n")
+
+    def note_processes(self, cluster: LocalCluster) -> None:
+        """What runs now, beside what ran before."""
+        for name, process in _processes(cluster).items():
+            self._groups.setdefault(name, set()).add(process.pid)
 
     def on_stopped(self) -> None:
         """It has ended, and what is left of it."""
-        num_left = sum(len(living_group_members(group)) for group in self._groups)
+        groups = set().union(*self._groups.values())
+        num_left = sum(len(living_group_members(group)) for group in groups)
         left = "nothing is left running" if not num_left else f"{num_left} processes are LEFT"
         self.say(
             f"\nStopped all {len(self._groups)} parts, {left}. "
@@ -132,8 +139,9 @@ class DemoScreen:
             print_json(document)
 
 
-def _process_groups(cluster: LocalCluster) -> list[int]:
-    """Each part is the leader of a process group of its own, its engine in it."""
-    parts = [cluster.part("router"), *map(cluster.part, cluster.worker_ids)]
-    processes = [part.process for part in parts] + [cluster.nats_process]
-    return [process.pid for process in processes if process is not None]
+def _processes(cluster: LocalCluster) -> dict[str, ChildProcess]:
+    """By part; each is the leader of a process group of its own, its engine in it."""
+    names = ("router", *cluster.node_ids)
+    processes = {name: cluster.part(name).process for name in names}
+    processes["nats"] = cluster.nats_process
+    return {name: process for name, process in processes.items() if process is not None}

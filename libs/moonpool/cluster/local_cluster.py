@@ -73,6 +73,8 @@ class ClusterOptions:
     is_pinned: bool = True
     has_nats: bool = True
     has_router: bool = True
+    #: Else each one is started by `start_store`.
+    has_stores: bool = True
     #: Entering returns when requests can be served; else when the processes have been started.
     waits_ready: bool = True
     ready_timeout_s: float = 120.0
@@ -208,6 +210,17 @@ class LocalCluster:
         """Start the router, or another one beside it: same settings, ports of its own."""
         self._start_part(self._router_spec(name))
 
+    def start_store(self, store_id: str) -> None:
+        """Start a store of the configuration that has not been started, or was removed."""
+        specs = {spec.name: spec for spec in self._store_specs(self._core_plan())}
+        self._start_part(specs[store_id])
+
+    async def remove_store(self, store_id: str) -> None:
+        """Drain a store; without it the cluster is whole. What lies on its disk stays there."""
+        await self.stop_part(store_id)
+        del self._parts[store_id]
+        (self.run_dir / f"{store_id}.json").unlink(missing_ok=True)
+
     async def stop_part(self, name: str) -> None:
         """Drain one part and leave it stopped."""
         part = self._parts[name]
@@ -316,7 +329,8 @@ class LocalCluster:
         if self._options.has_router:
             self.start_router()
         # Stores first: a worker that begins to serve has where to put what it computes.
-        for spec in (*self._store_specs(plan), *self._worker_specs(plan)):
+        stores = self._store_specs(plan) if self._options.has_stores else []
+        for spec in (*stores, *self._worker_specs(plan)):
             self._start_part(spec)
         if self._options.waits_ready:
             await self.wait_ready()
