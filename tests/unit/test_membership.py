@@ -115,6 +115,12 @@ def test_a_router_that_was_stopped_first_reads_what_came_meanwhile(membership: M
     ]
 
 
+def test_a_router_that_is_always_late_forgives_a_silence_once(membership: Membership) -> None:
+    joined(membership, key(), A, 0.0)
+    assert membership.tick(5.2) == []
+    assert WorkerLost(key=key()) in membership.tick(6.4)
+
+
 def test_a_later_incarnation_replaces_and_the_replaced_one_never_returns(
     membership: Membership,
 ) -> None:

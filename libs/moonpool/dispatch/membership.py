@@ -119,14 +119,19 @@ class _Link:
     state: LinkState = LinkState.CONNECTING
     info: WorkerInfo | None = None
     announced: Announcement | None = None
-    #: Last announcement, hello or frame.
+    #: Last announcement, hello or frame; later if this silence was forgiven.
     heard_at: float = 0.0
+    #: Once for each silence: a router that is always late would else hold a dead worker for alive.
+    is_forgiven: bool = False
     announced_at: float | None = None
     retry_at: float = 0.0
     num_failures: int = 0
     because: str = ""
     #: Who was refused, if known; another incarnation is asked again at once.
     refused_key: WorkerKey | None = None
+
+    def hear(self, now: float) -> None:
+        self.heard_at, self.is_forgiven = now, False
 
 
 class Membership:
@@ -194,7 +199,7 @@ class Membership:
         link = self._links.get(address)
         if link is None or link.state is not LinkState.CONNECTING:
             return []
-        link.heard_at = now
+        link.hear(now)
         link.info = replace(info, address=address)
         link.num_failures = 0
         refusal = incompatibility or self._conflict(link, info.key)
@@ -219,7 +224,7 @@ class Membership:
         """Something came on the stream."""
         link = self._links.get(address)
         if link is not None and link.state is LinkState.UP:
-            link.heard_at = now
+            link.hear(now)
 
     def on_closed(self, address: str, reason: str, now: float) -> list[MembershipEffect]:
         """The stream to `address` could not be opened, or was cut."""
@@ -232,8 +237,10 @@ class Membership:
         """Due at `next_due`; early or late ticks do no harm."""
         due = self.next_due()
         if due is not None and now > due + LATE_S:
+            heard_at = now + GRACE_S - self._config.dead_after_s
             for link in self._up_links():
-                link.heard_at = max(link.heard_at, now + GRACE_S - self._config.dead_after_s)
+                if link.heard_at < heard_at and not link.is_forgiven:
+                    link.heard_at, link.is_forgiven = heard_at, True
         effects: list[MembershipEffect] = []
         for link in tuple(self._links.values()):
             match link.state:
@@ -311,12 +318,12 @@ class Membership:
         link.announced = announcement
         link.announced_at = now
         if link.info is None or link.info.key == announcement.key:
-            link.heard_at = now
+            link.hear(now)
 
     def _open(self, link: _Link, now: float) -> list[MembershipEffect]:
         link.state = LinkState.CONNECTING
         link.refused_key = None
-        link.heard_at = now
+        link.hear(now)
         return [OpenLink(address=link.address)]
 
     def _lose(self, link: _Link, reason: str, now: float) -> list[MembershipEffect]:
