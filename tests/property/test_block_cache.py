@@ -325,4 +325,4 @@ TestS3Fifo = S3FifoMachine.TestCase
 TestAgedLfu = AgedLfuMachine.TestCase
 TestBlockCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestS3Fifo.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAgedLfu.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgedLfu.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
