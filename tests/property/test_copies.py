@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from moonpool.tiering.store_record import (
     CopyKind,
     RingView,
     StoreMember,
+    StoreRecord,
 )
 
 CONFIG = CopyConfig(
@@ -194,6 +197,7 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     leaver = ring.books[WorkerId("s0")]
     for what in (*held, chain(999, num_blocks=MAX_COPY_BLOCKS + 1)):
         leaver.note_kept(what)
+        leaver.validate()
     leaver.leave()
     # What was kept last is asked for first.
     record = leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now)
@@ -204,6 +208,23 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     assert taker.takes(ring.now) == []
     taker.on_taken()
     assert len(taker.takes(ring.now)) == 1
+
+
+def test_what_was_kept_long_ago_is_forgotten() -> None:
+    members = Ring("s0", "s1").members
+    view = RingView.of(StoreRecord(member=member) for member in members.values())
+    for too_long, kept in ((False, [chain(2), chain(4), chain(3)]), (True, [])):
+        book = CopyBook(WorkerId("s0"), replace(CONFIG, max_recent_blocks=10))
+        book.on_view(view)
+        for number in (1, 2, 3, 4, 2):
+            book.note_kept(chain(number))
+            book.validate()
+        if too_long:
+            book.note_kept(chain(9, num_blocks=11))
+        book.leave()
+        book.validate()
+        record = book.record(members[WorkerId("s0")], 0.0, 1_000.0)
+        assert [copy.hashes for copy in record.copies] == kept
 
 
 def test_without_a_view_nothing_is_asked_and_nothing_is_taken() -> None:

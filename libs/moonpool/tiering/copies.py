@@ -56,13 +56,13 @@ class CopyConfig:
     retake_s: float = 30.0
     #: Chains that are taken at the same time.
     max_takes: int = 4
-    #: Chains that are remembered for the day on which this node leaves.
-    max_recent: int = 4_096
+    #: Blocks of chains that are remembered for the day on which this node leaves.
+    max_recent_blocks: int = 65_536
 
     def __post_init__(self) -> None:
         assert self.block_bytes > 0, self
         assert min(self.ramp_s, self.asked_s, self.retake_s) > 0.0, self
-        assert min(self.max_takes, self.max_recent) >= 1, self
+        assert min(self.max_takes, self.max_recent_blocks) >= 1, self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ class CopyBook:
         self._view = RingView()
         #: By the last block: chains in the order in which they were put or lent last.
         self._recent: OrderedDict[BlockHash, tuple[BlockHash, ...]] = OrderedDict()
+        self._num_recent_blocks = 0
         #: Chains of a node that leaves which nobody was asked to take yet, in order; and, by their last
         #: block, those that are asked for now.
         self._leaving: list[tuple[BlockHash, ...]] = []
@@ -107,11 +108,14 @@ class CopyBook:
 
     def note_kept(self, hashes: tuple[BlockHash, ...]) -> None:
         """This chain was put here, or what of it lies here was lent."""
-        if hashes:
-            self._recent[hashes[-1]] = hashes
-            self._recent.move_to_end(hashes[-1])
-            if len(self._recent) > self._config.max_recent:
-                self._recent.popitem(last=False)
+        if not hashes or self._is_leaving:
+            return
+        before = self._recent.pop(hashes[-1], ())
+        self._recent[hashes[-1]] = hashes
+        self._num_recent_blocks += len(hashes) - len(before)
+        while self._num_recent_blocks > self._config.max_recent_blocks:
+            _, forgotten = self._recent.popitem(last=False)
+            self._num_recent_blocks -= len(forgotten)
 
     def note_lent(self, hashes: tuple[BlockHash, ...], now: float) -> None:
         """A reader was lent these leading blocks of a chain."""
@@ -136,6 +140,7 @@ class CopyBook:
                 covered.update(chain)
                 self._leaving.append(chain)
         self._recent.clear()
+        self._num_recent_blocks = 0
 
     def on_taken(self) -> None:
         """A TakeChain has ended, however it went."""
@@ -201,7 +206,8 @@ class CopyBook:
         assert self._is_leaving or not (self._leaving or self._asked)
         ends = list(self._taken.values())
         assert ends == sorted(ends), ends
-        assert len(self._recent) <= self._config.max_recent
+        assert self._num_recent_blocks == sum(map(len, self._recent.values()))
+        assert self._num_recent_blocks <= self._config.max_recent_blocks
         assert all(last_hash == chain[-1] for last_hash, chain in self._recent.items())
 
     # -- parts --
