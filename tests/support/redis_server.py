@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,10 +26,15 @@ def server_path() -> Path:
 
 
 class RedisServer:
-    """One server on loopback that keeps nothing on disk. The port is chosen once."""
+    """One server on loopback that keeps nothing on disk. The port is chosen once.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        options: More of the program's own.
+    """
+
+    def __init__(self, run_dir: Path, *, options: Sequence[str] = ()) -> None:
         self._run_dir = run_dir
+        self._options = tuple(options)
         self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,6 +52,7 @@ class RedisServer:
                 *("--dir", str(self._run_dir)),
                 *("--save", ""),
                 *("--appendonly", "no"),
+                *self._options,
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
