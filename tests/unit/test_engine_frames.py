@@ -42,7 +42,7 @@ from moonpool.core.protocol import (
     TokensReady,
     UnlockPrefix,
 )
-from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
+from moonpool.ids import AttemptId, BlockHash, BlockId, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
@@ -127,7 +127,7 @@ COMMANDS: tuple[Command, ...] = (
     ReadEnded(attempt_id=ATTEMPT),
     Release(attempt_id=ATTEMPT),
     Abort(attempt_id=ATTEMPT),
-    LockPrefix(read_id=2**40, hashes=HASHES),
+    LockPrefix(read_id=2**40, hashes=HASHES, reader=WorkerKey(WorkerId("w"), Incarnation("1"))),
     LockPrefix(read_id=1, hashes=()),
     UnlockPrefix(read_id=2**40),
     Drain(hand_back=True),

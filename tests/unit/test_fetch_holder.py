@@ -83,8 +83,8 @@ class Holder:
         return self(PrefixStreamClosed(stream_id=StreamId(stream)))
 
 
-def lock(stream: int = 1) -> SendCommand:
-    return SendCommand(command=LockPrefix(read_id=stream, hashes=HASHES))
+def lock(stream: int = 1, reader: WorkerKey = READER) -> SendCommand:
+    return SendCommand(command=LockPrefix(read_id=stream, hashes=HASHES, reader=reader))
 
 
 def unlock(stream: int = 1) -> SendCommand:
@@ -171,7 +171,7 @@ def test_locks_are_bounded_for_a_reader_and_in_all(h: Holder) -> None:
     assert h.open(3) == failed(
         PrefixRefusal.TOO_MANY_LOCKS, "2 prefixes are locked here for r@1.", stream=3
     )
-    assert h.open(4, replace(OPEN, reader=other)) == [lock(4)]
+    assert h.open(4, replace(OPEN, reader=other)) == [lock(4, other)]
     assert h.open(5, replace(OPEN, reader=third)) == failed(
         PrefixRefusal.TOO_MANY_LOCKS, "3 prefixes are locked here.", stream=5
     )

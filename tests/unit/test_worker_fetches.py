@@ -264,7 +264,7 @@ def test_a_holder_answers_beside_everything_else(m: Machines) -> None:
         first=0,
     )
     assert m(PrefixOpenReceived(stream_id=StreamId(1), open=open_)) == [
-        command(LockPrefix(read_id=1, hashes=HASHES))
+        command(LockPrefix(read_id=1, hashes=HASHES, reader=open_.reader))
     ]
     m.decode()
     (told,) = m.core(Accepted(attempt_id=A), PrefixLocked(read_id=1, block_ids=(BlockId(3),)))

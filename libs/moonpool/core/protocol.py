@@ -39,7 +39,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from moonpool.ids import AttemptId, BlockHash, BlockId
+from moonpool.ids import AttemptId, BlockHash, BlockId, WorkerKey
 from moonpool.inference.cached_tokens import CachedTokens
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
@@ -180,6 +180,8 @@ class LockPrefix:
     read_id: int
     #: The chain from its start.
     hashes: tuple[BlockHash, ...]
+    #: Who reads. A lock is the same for everybody; a store tells its neighbours from its workers by it.
+    reader: WorkerKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

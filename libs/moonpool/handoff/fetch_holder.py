@@ -171,7 +171,7 @@ class PrefixHolds:
             end_at=now + self._config.core_answer_s,
         )
         self._num_by_reader[open_.reader] += 1
-        self._command(LockPrefix(read_id=stream_id, hashes=open_.hashes))
+        self._command(LockPrefix(read_id=stream_id, hashes=open_.hashes, reader=open_.reader))
 
     def _refuse(self, open_: PrefixOpen) -> tuple[PrefixRefusal, str] | None:
         config = self._config

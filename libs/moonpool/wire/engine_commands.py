@@ -21,7 +21,7 @@ from moonpool.core.protocol import (
     Release,
     UnlockPrefix,
 )
-from moonpool.ids import AttemptId, RequestId
+from moonpool.ids import AttemptId, RequestId, WorkerKey
 from moonpool.inference.output import FinishReason
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
@@ -106,6 +106,7 @@ class WireFetchEnded(Wire, tag=20):
 class WireLockPrefix(Wire, tag=21):
     read_id: int
     hashes: bytes
+    reader: WorkerKey | None
 
 
 class WireUnlockPrefix(Wire, tag=22):
@@ -191,7 +192,7 @@ _COMMAND_TO_WIRE: dict[type, Callable[[Any], WireCommand]] = {
     ClearCache: lambda _: WireClearCache(),
     BlocksFetched: lambda c: WireBlocksFetched(c.attempt_id, c.num_tokens),
     FetchEnded: lambda c: WireFetchEnded(c.attempt_id, c.num_tokens),
-    LockPrefix: lambda c: WireLockPrefix(c.read_id, pack_hashes(c.hashes)),
+    LockPrefix: lambda c: WireLockPrefix(c.read_id, pack_hashes(c.hashes), c.reader),
     UnlockPrefix: lambda c: WireUnlockPrefix(c.read_id),
 }
 
@@ -222,7 +223,9 @@ _COMMAND_FROM_WIRE: dict[type, Callable[[Any], Command]] = {
     WireClearCache: lambda _: ClearCache(),
     WireBlocksFetched: lambda w: BlocksFetched(attempt_id=w.attempt_id, num_tokens=w.num_tokens),
     WireFetchEnded: lambda w: FetchEnded(attempt_id=w.attempt_id, num_tokens=w.num_tokens),
-    WireLockPrefix: lambda w: LockPrefix(read_id=w.read_id, hashes=unpack_hashes(w.hashes)),
+    WireLockPrefix: lambda w: LockPrefix(
+        read_id=w.read_id, hashes=unpack_hashes(w.hashes), reader=w.reader
+    ),
     WireUnlockPrefix: lambda w: UnlockPrefix(read_id=w.read_id),
 }
 
