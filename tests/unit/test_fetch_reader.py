@@ -358,6 +358,15 @@ def test_a_pace_is_judged_however_long_computing_takes_but_for_who_always_reads(
     assert r.done(0) == [goes_on, fetched(12)]
 
 
+def test_a_peer_that_stands_still_is_waited_for_in_proportion_to_what_is_left(r: Reader) -> None:
+    r.open()
+    r.now = 0.01
+    # 2 MB in 10 ms, which promises the next ones in as much; but computing the rest takes 12 s.
+    assert r.done(0) == [start_read(2, 5), fetched(12)]
+    assert r.machine.next_wakeup() == pytest.approx(0.01 + 0.04 * 12.0)
+    assert r.at(0.49) == [STOP]
+
+
 def test_computing_would_be_done_by_now(r: Reader) -> None:
     r.open()
     r.now = 4.9

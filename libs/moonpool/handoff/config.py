@@ -65,7 +65,8 @@ class FetchConfig:
     max_fetches_per_peer: int = 8
 
     #: How long the first piece may take: this share of what computing would take, if the peer has
-    #: never let us down, and the second if it has. So a bad peer costs a hit little, and seldom.
+    #: never let us down, and the second if it has. So a bad peer costs a hit little, and seldom. The
+    #: second also holds for each later piece, of what computing the rest would take.
     first_share: float = 0.25
     probe_share: float = 0.04
     #: Or so many times what is believed, if nothing speaks against the peer.

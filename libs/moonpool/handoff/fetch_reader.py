@@ -423,7 +423,13 @@ class FetchReads:
             self._stop_reads(fetch, FetchOutcome.SLOW)
             return
         span_s = self._fetch_config.span_blocks * self._block_bytes * s_per_byte
-        patience_s = max(self._fetch_config.slack * span_s, self._fetch_config.min_pace_s)
+        # A peer that stands still for a moment, as any process does, is waited for in proportion to what
+        # giving up would cost.
+        patience_s = max(
+            self._fetch_config.slack * span_s,
+            self._fetch_config.probe_share * rest_s,
+            self._fetch_config.min_pace_s,
+        )
         fetch.stop_at = min(limit_at, now + patience_s)
 
     # -- ends --
