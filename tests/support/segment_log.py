@@ -123,7 +123,8 @@ class FaultyFiles:
     """Files that do what a test says; everything else is the real thing.
 
     Attributes:
-        failures: By the name of a call: what it raises, until it is taken out.
+        failures: By the name of a call, or a call and a file ("preadv segment-00000001.kv"): what it
+            raises, until it is taken out.
         room_bytes: When files have grown by so much, writes are cut short, then refused with ENOSPC;
             removing a file gives nothing back.
         max_bytes: No read or write moves more than this in one call.
@@ -133,6 +134,7 @@ class FaultyFiles:
     def __init__(self, inner: SegmentFiles) -> None:
         self._inner = inner
         self.failures: dict[str, OSError] = {}
+        self._names: dict[int, str] = {}
         self.room_bytes: int | None = None
         self.max_bytes: int | None = None
         self.gate = threading.Event()
@@ -144,24 +146,32 @@ class FaultyFiles:
         return self._inner.names()
 
     def create(self, name: str) -> int:
-        self._fail("create")
-        return self._inner.create(name)
+        self._fail("create", name)
+        fd = self._inner.create(name)
+        self._names[fd] = name
+        return fd
 
     def open(self, name: str) -> int:
-        self._fail("open")
-        return self._inner.open(name)
+        self._fail("open", name)
+        fd = self._inner.open(name)
+        self._names[fd] = name
+        return fd
+
+    def file_bytes(self, name: str) -> int | None:
+        self._fail("file_bytes", name)
+        return self._inner.file_bytes(name)
 
     def size(self, fd: int) -> int:
         return self._inner.size(fd)
 
     def preadv(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> int:
         self._stop_at_gate()
-        self._fail("preadv")
+        self._fail("preadv", self._names[fd])
         return self._inner.preadv(fd, self._cut(buffers, self.max_bytes), offset)
 
     def pwritev(self, fd: int, buffers: Sequence[np.ndarray], offset: int) -> int:
         self._stop_at_gate()
-        self._fail("pwritev")
+        self._fail("pwritev", self._names[fd])
         buffers = self._cut(buffers, self.max_bytes)
         end = offset + sum(buffer.size for buffer in buffers)
         if self.room_bytes is None or end <= self._inner.size(fd):
@@ -184,7 +194,7 @@ class FaultyFiles:
         self._inner.close(fd)
 
     def unlink(self, name: str) -> None:
-        self._fail("unlink")
+        self._fail("unlink", name)
         self._inner.unlink(name)
 
     def _stop_at_gate(self) -> None:
@@ -192,9 +202,10 @@ class FaultyFiles:
             self.waiting.set()
             assert self.gate.wait(10)
 
-    def _fail(self, call: str) -> None:
-        if call in self.failures:
-            raise self.failures[call]
+    def _fail(self, call: str, name: str = "") -> None:
+        for key in (call, f"{call} {name}"):
+            if key in self.failures:
+                raise self.failures[key]
 
     @staticmethod
     def _cut(buffers: Sequence[np.ndarray], num_bytes: int | None) -> Sequence[np.ndarray]:
@@ -227,14 +238,16 @@ async def open_log(
     slots_per_segment: int = 4,
     clock: ManualClock | None = None,
     keep_hot: KeepHot | None = None,
+    failures: dict[str, OSError] | None = None,
 ) -> AsyncIterator[LogWorld]:
-    """A log of at most `num_slots` records of 8 KiB; validated, then closed."""
+    """A log of at most `num_slots` records of 8 KiB; validated, then closed. `failures` from the start."""
     clock = clock or ManualClock()
     dropped = Dropped()
     faulty: list[FaultyFiles] = []
 
     def wrap(files: SegmentFiles) -> SegmentFiles:
         faulty.append(FaultyFiles(files))
+        faulty[0].failures.update(failures or {})
         return faulty[0]
 
     log = await SegmentLog.open(

@@ -249,6 +249,55 @@ async def test_an_unreadable_segment_is_left_out_at_the_start(tmp_path: Path) ->
     assert not first.is_symlink()
 
 
+@pytest.mark.parametrize("call", ["open", "preadv"])
+async def test_a_segment_that_gives_an_error_at_the_start_is_there_at_the_next(
+    tmp_path: Path, call: str
+) -> None:
+    path = tmp_path / "log"
+    async with open_log(path, num_slots=16) as world:
+        await write(world.log, *range(8))
+    first, _ = segment_files(path)
+    async with open_log(
+        path, num_slots=16, failures={f"{call} {first.name}": OSError(errno.EIO, "once")}
+    ) as world:
+        assert await readable(world.log, *range(8)) == (4, 5, 6, 7)
+        stats = world.log.stats()
+        # It takes its part of the capacity, and nobody makes room of it.
+        assert (stats.num_read_errors, stats.foreign_bytes) == (1, 4 * SLOT_BYTES)
+        assert await write(world.log, *range(8, 20)) == tuple(range(12, 20))
+        assert file_bytes(path) <= 16 * SLOT_BYTES
+    assert first.exists()
+    async with open_log(path, num_slots=16) as world:
+        assert await readable(world.log, *range(20)) == (0, 1, 2, 3, *range(12, 20))
+        assert world.log.stats().foreign_bytes == 0
+
+
+async def test_clearing_removes_also_what_could_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    async with open_log(path) as world:
+        await write(world.log, *range(8))
+    first, _ = segment_files(path)
+    error = OSError(errno.EIO, "once")
+    async with open_log(path, failures={f"open {first.name}": error}) as world:
+        assert await world.log.clear() == 4
+        assert world.log.stats().foreign_bytes == 0
+        assert segment_files(path) == []
+
+
+async def test_a_log_of_which_nothing_can_be_read_is_refused_and_left_as_it_is(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    async with open_log(path) as world:
+        await write(world.log, *range(8))
+    with pytest.raises(ConfigError, match="dmesg") as caught:
+        async with open_log(path, failures={"preadv": OSError(errno.EIO, "bad")}):
+            pass
+    assert caught.value.code == "ssd_unusable"
+    async with open_log(path) as world:
+        assert await readable(world.log, *range(8)) == tuple(range(8))
+
+
 async def test_other_files_are_left_alone(tmp_path: Path) -> None:
     async with open_log(tmp_path / "log") as world:
         await write(world.log, 1)

@@ -118,7 +118,8 @@ class LogStats:
     live_bytes: int
     #: Of all files of this identity, dropped records included.
     file_bytes: int
-    #: Of files that other models or layouts left in the directory: reclaimed before any of ours.
+    #: Of files that other models or layouts left in the directory, reclaimed before any of ours; and of
+    #: segments that could not be read at the start, which stay for the next one.
     foreign_bytes: int
     capacity_bytes: int
 

@@ -32,6 +32,10 @@ class SegmentFiles(Protocol):
 
     def size(self, fd: int) -> int: ...
 
+    def file_bytes(self, name: str) -> int | None:
+        """How large a file is that need not be openable; None if it is no regular file."""
+        ...
+
     def preadv(self, fd: int, buffers: Sequence[ByteArray], offset: int) -> int:
         """How many bytes were read: fewer than asked for at the end of the file, or at will."""
         ...
@@ -70,6 +74,10 @@ class PosixFiles:
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def file_bytes(self, name: str) -> int | None:
+        status = os.stat(name, dir_fd=self._folder_fd, follow_symlinks=False)
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def preadv(self, fd: int, buffers: Sequence[ByteArray], offset: int) -> int:
         return os.preadv(fd, [buffer.data for buffer in buffers], offset)

@@ -2,7 +2,8 @@
 
 Life of a log
 1. `open` locks the directory, scans the footers of all segments, and knows what is there. Records that
-   a crash cut, damaged footers and unreadable segments are left out and counted.
+   a crash cut and damaged footers are left out and counted; so is a segment that gives an error, which
+   stays where it is: the disk may be well at the next start. What is no file is removed.
 2. Writes take turns and append to one open segment (segment_writer); reads run beside them, as many at
    a time as there are threads.
 3. A record that does not read as it was written is dropped, marked on disk, told and counted.
@@ -20,7 +21,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -118,8 +119,8 @@ class SegmentLog:
             wrap_files: Puts something between the log and the file system, such as faults.
 
         Raises:
-            ConfigError: The directory cannot be used (code `ssd_unusable`), or the capacity is below
-                four segments (`ssd_too_small`). The message says what to do.
+            ConfigError: The directory, or no segment in it, can be used (code `ssd_unusable`), or the
+                capacity is below four segments (`ssd_too_small`). The message says what to do.
         """
         slot_bytes = RecordFormat.of(identity).slot_bytes
         sizes = LogSizes.of(capacity_bytes, slot_bytes, segment_bytes)
@@ -135,14 +136,19 @@ class SegmentLog:
             try:
                 names = await threads.run(files.names)
                 foreign = await threads.run(directory.foreign_segments)
-                scan = partial(_scan, files, io.format, scanned)
-                errors = await threads.run_all([partial(scan, name) for name in names])
+                scan = partial(_scan, files, io.format, sizes, scanned)
+                results = await threads.run_all([partial(scan, name) for name in names])
             except OSError as error:
                 raise unusable(path, explain(error)) from error
             table = SegmentTable(io, threads, books, rare_log)
-            for unreadable in filter(None, errors):
+            failures = [failure for failure in results if failure is not None]
+            for failure in failures:
                 books.num_read_errors += 1
-                rare_log.warning("store.disk_segment_unreadable", problem=explain(unreadable))
+                problem = explain(failure.error)
+                rare_log.warning("store.disk_segment_unreadable", problem=problem)
+            left = [failure for failure in failures if failure.is_left]
+            if left and not scanned:
+                raise unusable(path, f"none of its segments can be read: {explain(left[0].error)}")
             # In a thread: it is long for many blocks, and nobody else has the table yet.
             await threads.run(partial(table.adopt, scanned))
             scanned.clear()
@@ -155,6 +161,7 @@ class SegmentLog:
                 threads=threads,
                 directory=directory,
                 foreign=foreign,
+                unreadable={failure.name: failure.num_bytes for failure in left},
                 next_number=max(map(segment_number, names), default=0) + 1,
                 books=books,
                 rare_log=rare_log,
@@ -331,10 +338,26 @@ class SegmentLog:
         self._on_dropped([read.block_hash], _DROP_REASONS[read.outcome])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScanFailure:
+    """A segment that could not be read."""
+
+    name: str
+    error: OSError
+    #: What it takes of the capacity.
+    num_bytes: int
+    #: It is a file, whose blocks the next start may find.
+    is_left: bool
+
+
 def _scan(
-    files: SegmentFiles, record_format: RecordFormat, scanned: list[ScannedSegment], name: str
-) -> OSError | None:
-    """Scan one segment into `scanned`; one that cannot be read is removed, and the error returned.
+    files: SegmentFiles,
+    record_format: RecordFormat,
+    sizes: LogSizes,
+    scanned: list[ScannedSegment],
+    name: str,
+) -> _ScanFailure | None:
+    """Scan one segment into `scanned`. One that cannot be read is left; what is no file is removed.
 
     Raises:
         OSError: This process may open no more files.
@@ -344,7 +367,13 @@ def _scan(
     except OSError as error:
         if lacks_descriptor(error):
             raise
+        try:
+            num_bytes = files.file_bytes(name)
+        except OSError:
+            num_bytes = sizes.segment_bytes
+        if num_bytes is not None:
+            return _ScanFailure(name=name, error=error, num_bytes=num_bytes, is_left=True)
         with suppress(OSError):
             files.unlink(name)
-        return error
+        return _ScanFailure(name=name, error=error, num_bytes=0, is_left=False)
     return None

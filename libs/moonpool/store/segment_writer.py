@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -54,7 +54,11 @@ _MAX_SEGMENTS = 256
 
 
 class SegmentWriter:
-    """Whoever calls `write`, `seal` or `clear` has made sure that nobody else does."""
+    """Whoever calls `write`, `seal` or `clear` has made sure that nobody else does.
+
+    Args:
+        unreadable: Sizes of segments that are left where they are, unless all is cleared.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class SegmentWriter:
         threads: IoThreads,
         directory: LogDirectory,
         foreign: Sequence[ForeignSegment],
+        unreadable: Mapping[str, int],
         next_number: int,
         books: LogBooks,
         rare_log: RareLog,
@@ -73,12 +78,15 @@ class SegmentWriter:
         keep_hot: KeepHot | None,
     ) -> None:
         self.sizes = sizes
-        self.foreign_bytes = sum(segment.num_bytes for segment in foreign)
+        self.foreign_bytes = sum(segment.num_bytes for segment in foreign) + sum(
+            unreadable.values()
+        )
         self._table = table
         self._io = io
         self._threads = threads
         self._directory = directory
         self._foreign = deque(foreign)
+        self._unreadable = dict(unreadable)
         self._next_number = next_number
         self._books = books
         self._log = rare_log
@@ -162,7 +170,12 @@ class SegmentWriter:
         if segment is not None and not segment.num_live:
             self._table.open_number = None
         numbers = [other.number for other in self._table.index.segments()]
-        return [removal for number in numbers for removal in self._table.retire_if_empty(number)]
+        running = [removal for number in numbers for removal in self._table.retire_if_empty(number)]
+        running += [
+            self._threads.start(partial(self._unlink, name), partial(self._on_unlinked, name))
+            for name in self._unreadable
+        ]
+        return running
 
     def _take(
         self, queue: deque[BlockRecord], num_free: int, wanted: set[BlockHash]
@@ -229,7 +242,10 @@ class SegmentWriter:
                 return None
         while self._is_over():
             if not await self._reclaim():
-                self._paused("what other models left in the SSD directory cannot be removed")
+                self._paused(
+                    "what other models left in the SSD directory, or what cannot be read in it,"
+                    " takes the room and cannot be removed"
+                )
                 return None
         return self._open_segment()
 
@@ -342,6 +358,22 @@ class SegmentWriter:
             self._log.warning("store.disk_segment_not_removed", problem=explain(error))
             return
         self.foreign_bytes -= segment.num_bytes
+
+    def _unlink(self, name: str) -> OSError | None:
+        try:
+            self._io.files.unlink(name)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return error
+        return None
+
+    def _on_unlinked(self, name: str, error: OSError | None) -> None:
+        if error is None:
+            self.foreign_bytes -= self._unreadable.pop(name, 0)
+        else:
+            self._books.num_write_errors += 1
+            self._log.warning("store.disk_segment_not_removed", problem=explain(error))
 
     async def _start_sync(self, number: int) -> None:
         """Send the segment's bytes to the medium; waits for the sync before this one."""
