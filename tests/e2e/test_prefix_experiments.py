@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from moonpool.cli.demo_asked import PrefixPlan, Source
+from moonpool.cli.demo_cluster import DemoModel
+from moonpool.cli.demo_prefix import run_demo_prefix
 from moonpool.hub.model_dir import resolve
 from moonpool_loadtest.experiments.lab import Cores, Setting
 from moonpool_loadtest.experiments.multi_turn import IN_TURNS, Chat, Turn, open_runner
-from moonpool_loadtest.experiments.slow_peer import open_arm
+from moonpool_loadtest.experiments.slow_peer import Holder, open_arm
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     cores = sorted(os.sched_getaffinity(0))
+    (tmp_path / "data").mkdir()
     model = write_tiny_llama(tmp_path / "tiny", TinyLlama())
     return Setting(
         model=resolve(str(model), data_dir=tmp_path / "data"),
@@ -52,13 +57,49 @@ async def test_a_chat_that_changes_its_workers_each_turn_computes_what_is_new(
     assert all(one != other for one, other in itertools.pairwise(pairs)), pairs
 
 
-async def test_a_question_to_the_other_worker_is_a_hit_on_a_peer_each_time(
-    setting: Setting,
+@pytest.mark.parametrize("holder", Holder)
+async def test_a_question_to_the_reader_is_a_hit_on_the_holder_each_time(
+    setting: Setting, holder: Holder
 ) -> None:
     async with open_arm(
-        setting, "delayed", document_tokens=160, reads="always", failpoint="fetch.read=delay:50"
+        setting,
+        "delayed",
+        document_tokens=160,
+        holder=holder,
+        reads="always",
+        fault="delay:50",
     ) as arm:
         hits = [await arm.hit() for _ in range(2)]
     for hit in hits:
-        assert (hit.outcome, hit.num_peer_tokens) == ("whole", 160)
+        assert (hit.outcome, hit.num_read_tokens) == ("whole", 160)
         assert hit.fetch_ms > 50
+
+
+def test_the_demo_finds_a_document_wherever_it_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", TinyLlama())
+    data_dir = tmp_path / "data"
+    status = run_demo_prefix(
+        DemoModel(model=str(model), dtype="float32", data_dir=data_dir),
+        PrefixPlan(prefix_tokens=512, question_tokens=64, num_rounds=1, peer_reads="always"),
+        is_json=True,
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert [one["source"] for one in told["asked"]] == [
+        Source.COLD,
+        Source.PEER,
+        *[Source.OWN] * 2,
+        *[Source.HOST] * 2,
+        Source.RESTARTED,
+        Source.DISK,
+    ]
+    own, peer, store = (
+        [one[f"num_{key}_tokens"] for one in told["asked"]] for key in ("cached", "peer", "store")
+    )
+    assert own == [0, *[512] * 7]
+    assert peer == [0, 512, *[0] * 6]
+    assert store == [*[0] * 4, *[512] * 4]
+    # Its disk is gone with it.
+    assert [path.name for path in data_dir.iterdir() if path.name.startswith("demo")] == []

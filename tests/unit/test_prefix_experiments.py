@@ -15,7 +15,9 @@ from moonpool.cli.demo_asked import (
     Source,
     asked_line,
     make_asked,
+    ratio_lines,
     ratios,
+    result_json,
     work_ratio,
 )
 from moonpool.cli.demo_document import make_document, make_prompt
@@ -86,7 +88,7 @@ def test_the_bound_is_the_ratio_of_multiplications(model: Path) -> None:
     assert work_ratio(smollm2_shape(model), nothing) == 1.0
 
 
-def reply(*, cached: int, peer: int) -> Reply:
+def reply(*, cached: int, peer: int = 0, store: int = 0) -> Reply:
     return Reply(
         text="",
         done=GenerationDone(
@@ -98,6 +100,7 @@ def reply(*, cached: int, peer: int) -> Reply:
                 num_completion_tokens=4,
                 num_cached_tokens=cached,
                 num_peer_tokens=peer,
+                num_store_tokens=store,
             ),
             timing=Timing(ttft_ms=49.0, ttft_parts_ms={"tokenize": 1.0, "prefill": 48.0}),
             placement=PlacementSummary(
@@ -139,6 +142,13 @@ def test_a_question_is_told_by_where_its_document_came_from() -> None:
     )
 
 
+def test_what_came_from_a_store_is_told_as_read() -> None:
+    fetch = dataclasses.replace(FETCH, attributes={**FETCH.attributes, "moonpool.source": "s@1"})
+    one = make_asked(reply(cached=800, store=800), [fetch], number=1)
+    assert (one.source, one.num_peer_tokens, one.num_store_tokens) == (Source.HOST, 0, 800)
+    assert "80 tokens computed, 800 read from s: 38.1 MiB over shm" in asked_line(one)
+
+
 def asked(number: int, source: Source, ttft_ms: float) -> Asked:
     one = make_asked(reply(cached=0, peer=0), [], number=number)
     return dataclasses.replace(one, source=source, ttft_ms=ttft_ms)
@@ -152,6 +162,27 @@ def test_ratios_are_of_waits_in_one_round() -> None:
     assert ratios(answered, Source.OWN) == Ratio(values=(60.0, 60.0))
     assert str(ratios(answered, Source.PEER)) == "20.0x  [20.0 .. 20.0]"
     assert ratios(answered[:3], Source.PEER) is None
+
+
+def test_bars_hold_for_the_sizes_that_they_were_asked_for() -> None:
+    answered = [asked(1, Source.COLD, 900), asked(1, Source.HOST, 20), asked(1, Source.DISK, 50)]
+    plan = PrefixPlan(prefix_tokens=6_144, question_tokens=64, num_rounds=1)
+    assert ratio_lines(answered, plan) == [
+        "  peer      no question was answered so",
+        "  own pool  no question was answered so",
+        "  store     45.0x  [45.0 .. 45.0]  asked for: 40x",
+        "  restarted no question was answered so",
+        "  disk      18.0x  [18.0 .. 18.0]  asked for: 20x, MISSED",
+    ]
+    told = result_json(answered, plan, bound=64.7)
+    assert told["cold_over_disk"] == {"median": 18.0, "values": [18.0]}
+    assert told["cold_over_restarted"] is None
+    assert told["bars"] == {
+        **{"cold_over_own": 40.0, "cold_over_peer": 25.0},
+        **{"cold_over_host": 40.0, "cold_over_disk": 20.0},
+    }
+    small = dataclasses.replace(plan, prefix_tokens=512)
+    assert not any("asked for" in line for line in ratio_lines(answered, small))
 
 
 # -- a chat of several turns --
@@ -210,7 +241,7 @@ def test_what_two_prompts_have_in_common(
 
 def hit(ttft_ms: float, outcome: str = "not asked", num_bytes: int = 0) -> Hit:
     return Hit(
-        ttft_ms=ttft_ms, num_peer_tokens=0, num_bytes=num_bytes, fetch_ms=10.0, outcome=outcome
+        ttft_ms=ttft_ms, num_read_tokens=0, num_bytes=num_bytes, fetch_ms=10.0, outcome=outcome
     )
 
 

@@ -20,7 +20,8 @@ PLACES = {
     "fetch.after_read": "reader: a read of a prefix has ended; value: how many of this attempt",
     "hold.before_opened": "holder: a prefix is locked, its reader not told; delay:MS holds that back",
     "hold.after_opened": "holder: the reader of a prefix has been told",
-    "store.load": "store: blocks are about to be read from the disk; delay:MS holds that back",
+    "store.load": "store: blocks are about to be read from the disk; delay:MS holds that back, limit:N: "
+    "such loads together bring N bytes a second",
     "store.before_write": "store: blocks are about to be written to the disk",
     "store.after_write": "store: blocks lie on the disk, nobody has been told",
     "kv.publish": "worker service: a change of its cache is about to leave for the bus; drop: it is lost",
@@ -34,6 +35,6 @@ ACTIONS_BY_PLACE = {
     "transport.read": ("flip", "drop"),
     "fetch.read": ("flip", "drop", "delay", "limit"),
     "hold.before_opened": ("delay",),
-    "store.load": ("delay",),
+    "store.load": ("delay", "limit"),
     "kv.publish": ("drop",),
 }

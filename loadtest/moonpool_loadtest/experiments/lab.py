@@ -89,15 +89,18 @@ def cluster_config(
     *,
     local_prefill_tokens: int = 256,
     placement: Mapping[str, object] | None = None,
+    store: Mapping[str, object] | None = None,
 ) -> ClusterConfig:
     """A cluster of these workers; everything but their engines runs on the other core.
 
     Args:
         placement: Instead of a threshold, which leaves it to the experiment which way a prompt takes.
+        store: Settings of a store node, `store-0`; None: there is none.
     """
     others = [setting.cores.others]
     return ClusterConfig.model_validate(
         {
+            **({"store": {"cpus": others, **store}, "stores": 1} if store is not None else {}),
             "name": name,
             "data_dir": setting.home,
             "model": str(setting.model.path),
