@@ -42,6 +42,7 @@ from moonpool.tiering.protocol import (
     NOT_IN_ARENA,
     BlocksLoaded,
     BlocksWritten,
+    ClearDisk,
     DiskContents,
     DiskDropped,
     DropBlocks,
@@ -126,6 +127,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.told: dict[int, PrefixLocked] = {}
         self.loads: list[LoadBlocks] = []
         self.writes: list[WriteBlocks] = []
+        #: Of these, those that a clearing has overtaken.
+        self.lost_writes: set[int] = set()
         self.pins: list[int] = []
         #: Chains that somebody may ask for.
         self.offered: list[tuple[BlockHash, ...]] = []
@@ -175,6 +178,9 @@ class StoreMachine(RuleBasedStateMachine):
                     self.writes.append(work)
                 case DropBlocks(hashes=hashes):
                     self.disk -= set(hashes)
+                case ClearDisk():
+                    self.disk.clear()
+                    self.lost_writes |= {write.write_id for write in self.writes}
         assert frame.ledger == self.core.ledger()
 
     def tear(self, block_ids: Sequence[BlockId]) -> None:
@@ -342,7 +348,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.arena[block_id] == block_hash, "a block changed while it was written"
             if is_whole or data.draw(st.booleans()):
                 kept.append(block_hash)
-        self.disk |= set(kept)
+        if write.write_id not in self.lost_writes:
+            self.disk |= set(kept)
         self.say(BlocksWritten(write_id=write.write_id, hashes=tuple(kept)))
 
     @precondition(lambda self: self.disk)

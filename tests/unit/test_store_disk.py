@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moonpool.core.protocol import ClearCache
 from moonpool.kv.events import AllBlocksCleared
 from moonpool.tiering.breaker import BreakerConfig, BreakerState
 from moonpool.tiering.config import DiskAdmission
 from moonpool.tiering.protocol import (
     BlocksWritten,
+    ClearDisk,
     DiskContents,
     DiskDropped,
-    DropBlocks,
     Pin,
     PinKind,
     WriteBlocks,
 )
+from support.kv import make_chain
 from support.store import (
     BLOCK_BYTES,
     Store,
@@ -146,18 +149,36 @@ def test_clearing_drops_what_is_on_disk_too() -> None:
     store.drop_from_host()
     store.put_to_disk("x")
     frame = store.say(ClearCache())
-    assert frame == make_frame(
-        work=(DropBlocks(hashes=chain("ab") + chain("x")),), events=(AllBlocksCleared(),)
-    )
+    assert frame == make_frame(work=(ClearDisk(),), events=(AllBlocksCleared(),))
     assert store.get("ab") == 0
 
 
-def test_what_is_being_written_outlives_a_clearing_as_every_referenced_block_does() -> None:
-    store = Store(has_disk=True)
+@pytest.mark.parametrize("kept", ["", "a", "ab"])
+def test_what_is_being_written_outlives_a_clearing_in_memory_only(kept: str) -> None:
+    """As every block that is referenced. That it is not on disk, whatever the log says, is no failure."""
+    store = Store(has_disk=True, disk_breaker=BreakerConfig(num_failures=1))
+    store.put_to_disk("x")
     (write,) = store.put("ab").disk_work
-    assert store.say(ClearCache()) == make_frame(referenced=2)
-    assert store.say(written(write)) == make_frame(cached=2)
-    assert store.core.stats(0.0).num_disk_blocks == 2
+    assert isinstance(write, WriteBlocks)
+    frame = store.say(ClearCache())
+    assert frame == make_frame(
+        work=(ClearDisk(),), events=(AllBlocksCleared(), stored("ab")), referenced=2
+    )
+    frame = store.say(BlocksWritten(write_id=write.write_id, hashes=chain(kept)))
+    assert frame == make_frame(cached=2)
+    stats = store.core.stats(0.0)
+    assert (stats.num_disk_blocks, stats.num_failed_write_blocks) == (0, 0)
+    assert stats.disk_writes is BreakerState.CLOSED
+    # It is a candidate again when it is used again.
+    assert store.lock("ab", 1).disk_work == (_write(3, "ab", 1, 2),)
+
+
+def test_clearing_costs_no_more_for_what_is_on_disk() -> None:
+    """What is told does not grow with it."""
+    store = Store(has_disk=True)
+    store.say(DiskContents(hashes=tuple(make_chain(range(10_000)))))
+    frame = store.say(ClearCache())
+    assert frame == make_frame(work=(ClearDisk(),), events=(AllBlocksCleared(),))
 
 
 def test_the_second_hit_is_written() -> None:

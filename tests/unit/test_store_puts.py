@@ -258,7 +258,7 @@ def test_clearing_forgets_what_nobody_references() -> None:
     store.offer("abc", 1)
     store.put("xy")
     assert store.say(ClearCache()) == make_frame(
-        events=(removed("xy", 0),), referenced=3, reserved=1
+        events=(AllBlocksCleared(), stored("ab")), referenced=3, reserved=1
     )
     store.say(_ended(1, 3))
     assert store.say(ClearCache()) == make_frame(events=(AllBlocksCleared(),))

@@ -94,14 +94,13 @@ class Catalogue:
 
     # -- both --
 
-    def clear(self) -> tuple[BlockHash, ...]:
-        """Forget all that nobody references; what has to be dropped from the disk."""
-        dropped = self.disk.clear()
-        self._events.on_removed(h for h in dropped if h not in self.host)
-        self._events.on_removed(self.host.clear())
-        if not len(self.host):
-            self._events.on_cleared()
-        return dropped
+    def clear(self) -> None:
+        """Forget all that lies on disk, and what of HOST nobody references."""
+        self.disk.clear()
+        self.host.clear()
+        # What stays is told again: it is little beside what may lie on disk.
+        self._events.on_cleared()
+        self._events.on_stored(self.host.hashes(), None)
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         """What is published, or no longer is, since the last call: the net change."""

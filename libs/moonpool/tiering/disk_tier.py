@@ -42,6 +42,8 @@ class DiskTier:
         self._queue: dict[BlockHash, None] = {}
         self._writes: dict[int, tuple[BlockHash, ...]] = {}
         self._being_written: set[BlockHash] = set()
+        #: Writes that a clearing has overtaken: what they bring is gone.
+        self._cleared_writes: set[int] = set()
         self._next_write_id = 1
         self._sketch = FrequencySketch(_NUM_REMEMBERED * config.num_blocks)
         self.budget = WriteBudget(config.write_budget_bytes_per_day)
@@ -189,6 +191,10 @@ class DiskTier:
         if not hashes:
             return ()
         self._being_written.difference_update(hashes)
+        if write_id in self._cleared_writes:
+            self._cleared_writes.remove(write_id)
+            self.writes.gave_up()
+            return hashes
         kept_set = set(kept)
         num_kept = 0
         for block_hash in hashes:
@@ -203,12 +209,11 @@ class DiskTier:
             self.writes.succeeded(now)
         return hashes
 
-    def clear(self) -> tuple[BlockHash, ...]:
-        """Everything is to be forgotten; what lay there. What is being written may come yet."""
-        hashes = tuple(self._owners)
+    def clear(self) -> None:
+        """Everything is to be forgotten, also what is being written."""
         self._owners.clear()
         self._queue.clear()
-        return hashes
+        self._cleared_writes.update(self._writes)
 
     def _num_needed_sightings(self, now: float) -> int:
         match self._config.admission:
@@ -247,3 +252,4 @@ class DiskTier:
         assert not self._being_written & self._queue.keys(), "a block is queued and written"
         assert not self._queue.keys() & self._owners.keys(), "a block on disk is queued"
         assert len(self._writes) <= self._config.max_writes
+        assert self._cleared_writes <= self._writes.keys()

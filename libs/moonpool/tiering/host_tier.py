@@ -84,6 +84,10 @@ class HostTier:
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._block_by_hash
 
+    def hashes(self) -> list[BlockHash]:
+        """Of all blocks that can be found."""
+        return list(self._block_by_hash)
+
     def find(self, block_hash: BlockHash) -> BlockId | None:
         return self._block_by_hash.get(block_hash)
 

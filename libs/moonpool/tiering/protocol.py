@@ -25,7 +25,7 @@ Life of what is on disk:
     WriteBlocks -> BlocksWritten                            exactly one for each, however it went
     LoadBlocks -> BlocksLoaded                              exactly one for each, however it went
     DiskDropped                                             a segment was reclaimed, or a record was bad
-    DropBlocks                                              not answered
+    DropBlocks, ClearDisk                                   not answered
 
 From LoadBlocks or WriteBlocks to its answer the arena's blocks belong to the disk: they are written or
 read, and nobody else changes them.
@@ -215,7 +215,15 @@ class DropBlocks:
     hashes: tuple[BlockHash, ...]
 
 
-DiskWork = LoadBlocks | WriteBlocks | DropBlocks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearDisk:
+    """Forget every record for good, also those of writes that have not been answered.
+
+    A later WriteBlocks is not to be overtaken by it.
+    """
+
+
+DiskWork = LoadBlocks | WriteBlocks | DropBlocks | ClearDisk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

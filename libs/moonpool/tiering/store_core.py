@@ -59,9 +59,9 @@ from moonpool.tiering.pins import Pins
 from moonpool.tiering.protocol import (
     BlocksLoaded,
     BlocksWritten,
+    ClearDisk,
     DiskContents,
     DiskDropped,
-    DropBlocks,
     Pin,
     Pinned,
     Put,
@@ -248,9 +248,9 @@ class StoreCore:
 
     def _on_clear_cache(self) -> None:
         self._pins.clear()
-        hashes = self._catalogue.clear()
-        if hashes:
-            self._frame.do(DropBlocks(hashes=hashes))
+        self._catalogue.clear()
+        if self._config.has_disk:
+            self._frame.do(ClearDisk())
 
     # -- after each command --
 
