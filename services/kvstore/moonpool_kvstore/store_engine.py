@@ -9,7 +9,7 @@ Rules
   1. `send` never awaits: what comes in one turn of the loop is handled together, and one frame follows.
   2. A put is told to the machine that reads as soon as the core has reserved blocks for it, before the
      frame that says so; from then on it is that machine's, and ends with its FetchEnded or ReadEnded.
-     One that takes too long is aborted here. Who offers is told before (`put`), or at the end (`take`).
+     One that takes too long is aborted here.
   3. Every piece of disk work is a task and is answered once, however it went: a disk that fails is a miss.
   4. A store computes nothing: a router that asks for it all the same is refused.
   5. An exception of the core is a bug: `run` raises it, and the process ends.
@@ -54,7 +54,6 @@ from moonpool.store.base import BlockLog, BlockRecord, BlockTarget, DropReason, 
 from moonpool.tiering.protocol import (
     BlocksLoaded,
     BlocksWritten,
-    ClearDisk,
     DiskContents,
     DiskDropped,
     DiskWork,
@@ -74,21 +73,7 @@ from moonpool.wire.store import PutAnswer, PutOffer
 
 log = structlog.get_logger("moonpool.store")
 
-
-class ChainWatcher(Protocol):
-    """Is told which chains come to this node and who reads them."""
-
-    def note_put(self, hashes: tuple[BlockHash, ...]) -> None:
-        """A chain was offered here and not refused."""
-        ...
-
-    def note_lent(self, hashes: tuple[BlockHash, ...]) -> None:
-        """A reader was lent these leading blocks of a chain."""
-        ...
-
-    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerKey) -> None:
-        """That reader's stream has ended."""
-        ...
+OnChain = Callable[[tuple[BlockHash, ...]], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,20 +84,8 @@ class _Put:
     deadline_s: float
     #: Set by PutAnswered.
     answered: asyncio.Future[PutAnswer]
-    #: Set when nothing more of it will come.
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
     #: From FetchReserved on.
     timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Lock:
-    """A lock on a prefix that was asked for."""
-
-    hashes: tuple[BlockHash, ...]
-    reader: WorkerKey | None
-    #: How many leading blocks the reader was lent; None: not answered yet.
-    num_lent: int | None = None
 
 
 class StoreEngine:
@@ -355,8 +328,6 @@ class StoreEngine:
                 self._tasks.create_task(self._write(work))
             case DropBlocks():
                 self._tasks.create_task(self._drop(work))
-            case ClearDisk():
-                self._tasks.create_task(self._clear())
 
     async def _load(self, work: LoadBlocks) -> None:
         assert self._disk is not None
@@ -406,10 +377,6 @@ class StoreEngine:
     async def _drop(self, work: DropBlocks) -> None:
         assert self._disk is not None
         await self._disk.drop(work.hashes)
-
-    async def _clear(self) -> None:
-        assert self._disk is not None
-        await self._disk.clear()
 
 
 def _not_ready() -> UnavailableError:
