@@ -54,6 +54,7 @@ from moonpool.store.base import BlockLog, BlockRecord, BlockTarget, DropReason, 
 from moonpool.tiering.protocol import (
     BlocksLoaded,
     BlocksWritten,
+    ClearDisk,
     DiskContents,
     DiskDropped,
     DiskWork,
@@ -328,6 +329,8 @@ class StoreEngine:
                 self._tasks.create_task(self._write(work))
             case DropBlocks():
                 self._tasks.create_task(self._drop(work))
+            case ClearDisk():
+                self._tasks.create_task(self._clear())
 
     async def _load(self, work: LoadBlocks) -> None:
         assert self._disk is not None
@@ -377,6 +380,10 @@ class StoreEngine:
     async def _drop(self, work: DropBlocks) -> None:
         assert self._disk is not None
         await self._disk.drop(work.hashes)
+
+    async def _clear(self) -> None:
+        assert self._disk is not None
+        await self._disk.clear()
 
 
 def _not_ready() -> UnavailableError:
