@@ -62,6 +62,7 @@ from support.tiny_llama import TinyLlama, write_tiny_llama
 from support.workers import worker_config
 
 BATCHES = (1, 4, 16, 64)
+ARMS = ("moonpool", "redis-unix", "redis-tcp", "mooncake")
 READY_S = 60.0
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
@@ -70,7 +71,6 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 class Size:
     """Objects of one size: blocks of 16 tokens of a model of this shape in bfloat16."""
 
-    label: str
     num_objects: int
     num_layers: int
     num_kv_heads: int
@@ -93,12 +93,12 @@ class Size:
         )
 
 
-SIZES = (
+SIZES = {
     #: Llama-3-8B.
-    Size(label="2 MiB", num_objects=64, num_layers=32, num_kv_heads=8, head_dim=128),
-    #: SmolLM2-135M: 360 KiB.
-    Size(label="0.35 MiB", num_objects=128, num_layers=30, num_kv_heads=3, head_dim=64),
-)
+    "2MiB": Size(num_objects=64, num_layers=32, num_kv_heads=8, head_dim=128),
+    #: SmolLM2-135M.
+    "360KiB": Size(num_objects=128, num_layers=30, num_kv_heads=3, head_dim=64),
+}
 
 
 class End:
@@ -107,6 +107,10 @@ class End:
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path) -> None:
         self._process = process
         self._log_path = log_path
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     async def ask(self, **order: object) -> dict[str, Any]:
         """Have it do something; its answer."""
@@ -153,6 +157,8 @@ async def end(name: str, run_dir: Path, settings: dict[str, object]) -> AsyncIte
 class Arm:
     writer: End
     reader: End
+    #: The processes of the store.
+    server_pids: tuple[int, ...]
     #: Gets the same in other ways, by the name of the arm that it is.
     others: dict[str, End] = field(default_factory=dict)
 
@@ -169,7 +175,7 @@ async def redis_arm(run_dir: Path, settings: dict[str, object], by: str) -> Asyn
             end("redis", run_dir, settings) as writer,
             end("redis", run_dir, settings) as reader,
         ):
-            yield Arm(writer=writer, reader=reader)
+            yield Arm(writer=writer, reader=reader, server_pids=(server.pid,))
     finally:
         server.kill()
 
@@ -200,11 +206,11 @@ async def mooncake_arm(
             "segment_bytes": 4 * size.num_objects * size.object_bytes,
         }
         async with (
-            end("mooncake-segment", run_dir, settings),
+            end("mooncake-segment", run_dir, settings) as segment,
             end("mooncake", run_dir, settings) as writer,
             end("mooncake", run_dir, settings) as reader,
         ):
-            yield Arm(writer=writer, reader=reader)
+            yield Arm(writer=writer, reader=reader, server_pids=(master.pid, segment.pid))
     finally:
         master.kill()
         await master.wait()
@@ -272,16 +278,24 @@ async def moonpool_arm(
                 end("moonpool", run_dir, own("reader")) as reader,
                 end("view", run_dir, own("viewer")) as viewer,
             ):
-                yield Arm(writer=writer, reader=reader, others={"view": viewer})
+                yield Arm(
+                    writer=writer,
+                    reader=reader,
+                    server_pids=(store.pid,),
+                    others={"view": viewer},
+                )
         finally:
             await store.stop(timeout_s=10.0)
 
 
-@dataclass(slots=True)
-class Times:
-    """Of one arm, put or get: the seconds of each batch, round by round."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """All objects once, by one arm, put or got."""
 
-    rounds: list[list[float]] = field(default_factory=list)
+    #: Of each batch.
+    seconds: list[float]
+    #: Of all processes of the arm.
+    cpu_seconds: float
 
 
 class Case:
@@ -290,39 +304,48 @@ class Case:
     def __init__(self, size: Size, batch: int) -> None:
         self.size = size
         self.batch = batch
-        self.times: dict[tuple[str, str], Times] = {}
+        self.laps: dict[tuple[str, str], list[Lap]] = {}
 
-    def add(self, arm: str, what: str, seconds: list[float]) -> None:
-        self.times.setdefault((arm, what), Times()).rounds.append(seconds)
+    def add(self, arm: str, what: str, lap: Lap) -> None:
+        self.laps.setdefault((arm, what), []).append(lap)
 
     def speed(self, arm: str, what: str) -> list[float]:
         """GB/s of each round."""
         num_bytes = self.size.num_objects * self.size.object_bytes
-        return [num_bytes / sum(one) / 1e9 for one in self.times[arm, what].rounds]
+        return [num_bytes / sum(lap.seconds) / 1e9 for lap in self.laps[arm, what]]
+
+    def cpu_us(self, arm: str, what: str) -> list[float]:
+        """Processor time of an object, of each round."""
+        return [lap.cpu_seconds / self.size.num_objects * 1e6 for lap in self.laps[arm, what]]
 
     def rows(self) -> list[dict[str, object]]:
-        return [self._row(arm, what) for arm, what in self.times]
+        return [self._row(arm, what) for arm, what in self.laps]
 
     def _row(self, arm: str, what: str) -> dict[str, object]:
-        batches = sorted(one / self.batch for lap in self.times[arm, what].rounds for one in lap)
+        batches = sorted(one / self.batch for lap in self.laps[arm, what] for one in lap.seconds)
         row: dict[str, object] = {
-            "size": self.size.label,
             "batch": self.batch,
             "what": what,
             "arm": arm,
             "num_batches": len(batches),
             "gb_per_s": round(statistics.median(self.speed(arm, what)), 3),
             "p50_us": round(batches[len(batches) // 2] * 1e6, 1),
-            "p99_us": round(batches[min(len(batches) * 99 // 100, len(batches) - 1)] * 1e6, 1),
+            "p99_us": round(batches[len(batches) * 99 // 100] * 1e6, 1),
+            "cpu_us": round(statistics.median(self.cpu_us(arm, what)), 1),
         }
         if arm != "moonpool":
-            pairs = zip(self.speed("moonpool", what), self.speed(arm, what), strict=True)
-            row["moonpool_over_it"] = round(statistics.median(a / b for a, b in pairs), 2)
+            row["speed_ratio"] = ratio(self.speed("moonpool", what), self.speed(arm, what))
+            row["cpu_ratio"] = ratio(self.cpu_us(arm, what), self.cpu_us("moonpool", what))
         return row
 
 
-def memcpy(size: Size) -> list[float]:
-    """Seconds of copying each object."""
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median of the ratios within a round."""
+    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 2)
+
+
+def memcpy(size: Size) -> Lap:
+    """Copy each object."""
     source = np.ones((size.num_objects, size.object_bytes), np.uint8)
     target = np.zeros_like(source)
     seconds = []
@@ -330,27 +353,39 @@ def memcpy(size: Size) -> list[float]:
         started = time.perf_counter()
         target[index] = source[index]
         seconds.append(time.perf_counter() - started)
-    return seconds
+    return Lap(seconds=seconds, cpu_seconds=sum(seconds))
 
 
 async def take_turn(case: Case, name: str, arm: Arm, epoch: int, *, is_timed: bool) -> None:
     """Put, get and forget all objects once."""
     order = {"epoch": epoch, "batch": case.batch}
-    put = await arm.writer.ask(do="put", **order)
-    gets = {name: arm.reader, **arm.others}
-    for who, reader in gets.items():
-        got = await reader.ask(do="get", **order)
+    put, lap = await timed(arm, arm.writer, do="put", **order)
+    laps = {(name, "put"): lap}
+    for who, reader in {name: arm.reader, **arm.others}.items():
+        got, laps[who, "get"] = await timed(arm, reader, do="get", **order)
         assert got["digests"] == put["digests"], f"{who} got something else than was put"
-        if is_timed:
-            case.add(who, "get", got["seconds"])
-    if is_timed:
-        case.add(name, "put", put["seconds"])
     await arm.writer.ask(do="clear")
+    if is_timed:
+        for (who, what), lap in laps.items():
+            case.add(who, what, lap)
+
+
+async def timed(arm: Arm, worker: End, **order: object) -> tuple[dict[str, Any], Lap]:
+    """An answer of a writer or reader, and what it took with the store's part."""
+    before = sum(map(cpu_seconds, arm.server_pids))
+    answer = await worker.ask(**order)
+    in_server = sum(map(cpu_seconds, arm.server_pids)) - before
+    return answer, Lap(seconds=answer["seconds"], cpu_seconds=answer["cpu_seconds"] + in_server)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far, all threads (clock_getcpuclockid(3))."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 async def measure(
     size: Size, batches: Sequence[int], rounds: int, wanted: Sequence[str], run_dir: Path
-) -> list[dict[str, object]]:
+) -> list[Case]:
     settings: dict[str, object] = {
         "num_objects": size.num_objects,
         "object_bytes": size.object_bytes,
@@ -361,7 +396,7 @@ async def measure(
         "redis-tcp": lambda path: redis_arm(path, settings, "tcp"),
         "mooncake": lambda path: mooncake_arm(path, settings, size),
     }
-    rows: list[dict[str, object]] = []
+    cases: list[Case] = []
     epoch = 0
     async with AsyncExitStack() as stack:
         arms: dict[str, Arm] = {}
@@ -378,8 +413,8 @@ async def measure(
                 if turn:
                     case.add("memcpy", "get", memcpy(size))
                 epoch += 1
-            rows += case.rows()
-    return rows
+            cases.append(case)
+    return cases
 
 
 def why_not() -> dict[str, str]:
@@ -419,15 +454,18 @@ def version_of(package: str) -> str:
 async def run(options: argparse.Namespace) -> list[dict[str, object]]:
     reasons = why_not()
     wanted = []
-    for name in ("moonpool", "redis-unix", "redis-tcp", "mooncake"):
+    for name in options.arms:
         if name in reasons:
             sys.stdout.write(f"{name} is left out: {reasons[name]}\n")
         else:
             wanted.append(name)
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="mp-") as directory:
-        for size in SIZES:
-            rows += await measure(size, options.batches, options.rounds, wanted, Path(directory))
+        for label in options.sizes:
+            cases = await measure(
+                SIZES[label], options.batches, options.rounds, wanted, Path(directory)
+            )
+            rows += [{"size": label} | row for case in cases for row in case.rows()]
     return rows
 
 
@@ -438,19 +476,21 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", choices=BATCHES, default=BATCHES)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=tuple(SIZES))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="moonpool and more")
     options = parser.parse_args()
     load_before = os.getloadavg()
     started = time.monotonic()
     rows = asyncio.run(run(options))
     sys.stdout.write(
         f"{'size':9}{'batch':>6} {'':4}{'arm':11}{'GB/s':>7}{'p50 us':>10}{'p99 us':>10}"
-        f"{'batches':>9}{'moonpool over it':>18}\n"
+        f"{'batches':>9}{'cpu us':>9}{'moonpool over it':>18}{'cpu':>7}\n"
     )
-    for row in sorted(rows, key=lambda row: (row["size"] != "2 MiB", row["batch"], row["what"])):
+    for row in sorted(rows, key=lambda row: (row["size"], row["batch"], row["what"])):
         sys.stdout.write(
             f"{row['size']:9}{row['batch']:>6} {row['what']:4}{row['arm']:11}{row['gb_per_s']:>7}"
             f"{row['p50_us']:>10}{row['p99_us']:>10}{row['num_batches']:>9}"
-            f"{row.get('moonpool_over_it', ''):>18}\n"
+            f"{row['cpu_us']:>9}{row.get('speed_ratio', ''):>18}{row.get('cpu_ratio', ''):>7}\n"
         )
     machine = {
         "cpu_count": os.cpu_count(),

@@ -269,28 +269,37 @@ class Session:
         arm = self._arm
         fill(arm.pool, epoch)
         arm.contents_changed()
-        seconds = [await timed(arm.put, keys, slots) for keys, slots in batches]
-        return {"seconds": seconds, "digests": [digest(one) for one in arm.pool]}
+        taken = [await timed(arm.put, keys, slots) for keys, slots in batches]
+        return answer_of(taken, [digest(one) for one in arm.pool])
 
     async def _get(self, batches: list[tuple[list[str], range]], epoch: int) -> dict[str, object]:
         arm = self._arm
         arm.pool[:] = 0
-        seconds, digests = [], []
+        taken, digests = [], []
         for keys, slots in batches:
-            seconds.append(await timed(arm.get, keys, slots))
+            taken.append(await timed(arm.get, keys, slots))
             digests += [digest(arm.got(slot)) for slot in slots]
             await arm.let_go()
-        return {"seconds": seconds, "digests": digests}
+        return answer_of(taken, digests)
 
 
 async def timed(
     work: Callable[[Sequence[str], Sequence[int]], Awaitable[None]],
     keys: Sequence[str],
     slots: Sequence[int],
-) -> float:
-    started = time.perf_counter()
+) -> tuple[float, float]:
+    """Seconds, and of this process's CPU time."""
+    started, cpu_started = time.perf_counter(), time.process_time()
     await work(keys, slots)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - cpu_started
+
+
+def answer_of(taken: list[tuple[float, float]], digests: list[str]) -> dict[str, object]:
+    return {
+        "seconds": [seconds for seconds, _ in taken],
+        "cpu_seconds": sum(cpu_seconds for _, cpu_seconds in taken),
+        "digests": digests,
+    }
 
 
 def digest(data: ByteArray | bytes) -> str:

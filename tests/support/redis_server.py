@@ -42,6 +42,12 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self._port}/0"
 
+    @property
+    def pid(self) -> int:
+        """While it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         assert self._process is None, "already running"
         self._process = subprocess.Popen(
