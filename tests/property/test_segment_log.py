@@ -90,7 +90,7 @@ class Model:
             if make_hash(number) in told and not world.log.has(make_hash(number))
         }
         assert set(await readable(world.log, *range(NUM_BLOCKS), layout=self.layout)) == self.there
-        contents = world.log.contents()
+        contents = [record for part in world.log.contents() for record in part]
         assert {record.block_hash for record in contents} == set(hashes(self.there))
         assert len(contents) == len(self.there)
 

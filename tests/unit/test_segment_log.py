@@ -13,7 +13,7 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.ids import BlockHash
 from moonpool.kv.layout import KvLayout
-from moonpool.store.base import DropReason, ReadOutcome, StoredRecord
+from moonpool.store.base import PART_BLOCKS, DropReason, ReadOutcome, StoredRecord
 from support.segment_log import (
     EVEN,
     ODD,
@@ -43,7 +43,8 @@ async def test_a_block_reads_as_it_was_written_also_after_a_restart(
         assert await readable(world.log, 3, 1, 2, 4, layout=layout) == (3, 1, 2)
 
     async with open_log(tmp_path / "log", identity=identity) as world:
-        assert [record.block_hash for record in world.log.contents()] == [
+        ((*records,),) = world.log.contents()
+        assert [record.block_hash for record in records] == [
             make_hash(number) for number in (1, 2, 3)
         ]
         assert await readable(world.log, 1, 2, 3, 4, layout=layout) == (1, 2, 3)
@@ -54,10 +55,12 @@ async def test_tags_come_back(tmp_path: Path) -> None:
     async with open_log(tmp_path / "log") as world:
         await world.log.write([make_record(1, tag=7), make_record(2, tag=2**64 - 1)])
     async with open_log(tmp_path / "log") as world:
-        assert world.log.contents() == (
-            StoredRecord(block_hash=make_hash(1), tag=7),
-            StoredRecord(block_hash=make_hash(2), tag=2**64 - 1),
-        )
+        assert list(world.log.contents()) == [
+            (
+                StoredRecord(block_hash=make_hash(1), tag=7),
+                StoredRecord(block_hash=make_hash(2), tag=2**64 - 1),
+            )
+        ]
 
 
 async def test_a_block_is_written_once(tmp_path: Path) -> None:
@@ -150,15 +153,15 @@ async def test_a_segment_that_is_half_dead_goes_before_the_oldest(tmp_path: Path
 
 
 async def test_what_is_hot_is_carried_over(tmp_path: Path) -> None:
-    asked: list[list[BlockHash]] = []
+    asked: list[tuple[list[BlockHash], int]] = []
 
-    def keep_hot(hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        asked.append(list(hashes))
+    def keep_hot(hashes: Sequence[BlockHash], max_blocks: int) -> Sequence[BlockHash]:
+        asked.append((list(hashes), max_blocks))
         return [make_hash(number) for number in (2, 77, 2, 1, 0, 3)]
 
     async with open_log(tmp_path / "log", num_slots=16, keep_hot=keep_hot) as world:
         await write(world.log, *range(13))
-        assert asked == [[make_hash(number) for number in range(4)]]
+        assert asked == [([make_hash(number) for number in range(4)], 2)]
         # Half a segment at most, best first.
         assert await readable(world.log, *range(13)) == (1, 2, *range(4, 13))
         assert world.dropped.hashes == [make_hash(0), make_hash(3)]
@@ -167,6 +170,59 @@ async def test_what_is_hot_is_carried_over(tmp_path: Path) -> None:
         assert stats.written_bytes == 15 * SLOT_BYTES
     async with open_log(tmp_path / "log", num_slots=16) as world:
         assert await readable(world.log, *range(13)) == (1, 2, *range(4, 13))
+
+
+async def test_a_large_segment_is_asked_about_and_told_of_in_parts(tmp_path: Path) -> None:
+    num_slots = 2 * PART_BLOCKS + 10
+    asked: list[tuple[int, int]] = []
+    num_carried = 0
+
+    def keep_hot(hashes: Sequence[BlockHash], max_blocks: int) -> Sequence[BlockHash]:
+        nonlocal num_carried
+        asked.append((len(hashes), max_blocks))
+        num_carried += min(max_blocks, PART_BLOCKS - 7)
+        return hashes[: PART_BLOCKS - 7]
+
+    layout = KvLayout.block_major(
+        num_blocks=8, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"
+    )
+    record = make_record(0, layout=layout)
+    records = [replace(record, block_hash=make_hash(number)) for number in range(3 * num_slots)]
+    async with open_log(
+        tmp_path / "log",
+        identity=make_identity(layout=layout),
+        num_slots=4 * num_slots,
+        slots_per_segment=num_slots,
+        keep_hot=keep_hot,
+    ) as world:
+        await world.log.write(records)
+        await world.log.write([replace(record, block_hash=make_hash(-1))])
+        # Half of it at most, in all.
+        room = num_slots // 2
+        assert asked == [(PART_BLOCKS, room), (PART_BLOCKS, room - PART_BLOCKS + 7)]
+        assert world.log.stats().num_carried_records == room
+        told = [len(hashes) for hashes, _ in world.dropped.told]
+        assert max(told) <= PART_BLOCKS
+        assert sum(told) == num_slots - room == world.log.stats().num_reclaimed_records
+        assert [len(part) for part in world.log.contents()][:2] == [PART_BLOCKS, PART_BLOCKS]
+
+
+async def test_what_is_told_of_the_contents_holds_when_they_change_meanwhile(
+    tmp_path: Path,
+) -> None:
+    def keep_hot(hashes: Sequence[BlockHash], _max_blocks: int) -> Sequence[BlockHash]:
+        return [make_hash(5)]
+
+    async with open_log(tmp_path / "log", num_slots=16, keep_hot=keep_hot) as world:
+        await write(world.log, *range(12))
+        contents = world.log.contents()
+        told = [record.block_hash for record in next(contents)]
+        await world.log.drop([make_hash(8)])
+        # Another segment goes than the one that was told; what is kept of it is told where it lies then.
+        await world.log.drop([make_hash(number) for number in (6, 7)])
+        await write(world.log, 12)
+        told += [record.block_hash for part in contents for record in part]
+        assert told == [make_hash(number) for number in (0, 1, 2, 3, 9, 10, 11, 5, 12)]
 
 
 async def test_a_smaller_capacity_holds_from_the_start(tmp_path: Path) -> None:
@@ -190,7 +246,7 @@ async def test_another_model_finds_nothing_and_takes_the_room(tmp_path: Path) ->
     async with open_log(tmp_path / "log", identity=mine, num_slots=16) as world:
         await write(world.log, *range(8))
     async with open_log(tmp_path / "log", identity=other, num_slots=16) as world:
-        assert world.log.contents() == ()
+        assert list(world.log.contents()) == []
         assert world.log.stats().foreign_bytes == 8 * SLOT_BYTES
         await write(world.log, *range(100, 108))
         assert world.log.stats().foreign_bytes == 4 * SLOT_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import structlog
 
 from moonpool.clock import ManualClock
 from moonpool.errors import ConfigError
+from moonpool.ids import BlockHash
 from moonpool.store.base import DropReason, ReadOutcome
 from moonpool.store.rare_log import RareLog
 from support.segment_log import (
@@ -73,7 +75,7 @@ async def test_a_segment_under_another_ones_name_is_not_believed(tmp_path: Path)
     second.unlink()
     first.rename(second)
     async with open_log(tmp_path / "log") as world:
-        assert world.log.contents() == ()
+        assert list(world.log.contents()) == []
         assert world.log.stats().num_corrupt_footers == 4
     assert segment_files(tmp_path / "log") == []
 
@@ -155,6 +157,33 @@ async def test_a_refused_write_pauses_writes_and_nothing_else(
         assert await readable(world.log, *range(5)) == (0, 1, 2, 3, 4)
     async with open_log(tmp_path / "log") as world:
         assert await readable(world.log, *range(5)) == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+async def test_a_refused_carry_over_ends_the_write(tmp_path: Path, number: int) -> None:
+    def keep_hot(hashes: Sequence[BlockHash], _max_blocks: int) -> Sequence[BlockHash]:
+        return hashes
+
+    path = tmp_path / "log"
+    async with open_log(path, num_slots=16, keep_hot=keep_hot) as world:
+        await write(world.log, *range(12))
+        world.files.failures["pwritev"] = OSError(number, "refused")
+        result = await world.log.write([make_record(12)])
+        assert (result.kept, result.problem) == ((), world.log.health().problem)
+        assert world.log.stats().num_write_errors == 1
+        # On a full disk what cannot be carried over makes room all the same.
+        is_full = number == errno.ENOSPC
+        assert await readable(world.log, *range(12)) == tuple(range(4 if is_full else 0, 12))
+        num_files = len(segment_files(path))
+        del world.files.failures["pwritev"]
+        world.clock.advance(1.0)
+        assert await write(world.log, 12) == (12,)
+        # Into a new segment: nothing more was written into the one that was refused.
+        assert len(segment_files(path)) >= num_files
+        assert world.log.health().problem == ""
+        assert await readable(world.log, *range(13)) == (
+            tuple(range(4, 13)) if is_full else (0, 1, *range(4, 13))
+        )
 
 
 @pytest.mark.parametrize("num_whole", [1, 2])

@@ -231,13 +231,16 @@ def test_what_is_pinned_or_was_asked_for_again_is_written_once_more_before_it_go
     store.get("a")
     store.say(Pin(pin_id=1, kind=PinKind.SOFT, hashes=chain("xy"), ttl_s=60.0))
     hashes = chain("abcdefgh") + chain("xy")
-    assert store.core.keep_on_disk(hashes, 0.0) == chain("xy") + chain("ab")
+    assert store.core.keep_on_disk(hashes, 9, 0.0) == chain("xy") + chain("ab")
     assert store.core.stats(0.0).write_budget_bytes == 2 * BLOCK_BYTES
-    # No more than half of them, nor than the budget allows.
-    assert store.core.keep_on_disk(chain("xy"), 0.0) == chain("x")
-    assert store.core.keep_on_disk((), 0.0) == ()
-    assert store.core.keep_on_disk(hashes, 0.0) == chain("x")
-    assert store.core.keep_on_disk(hashes, 0.0) == ()
+    # No more than half of them, nor than the budget allows, nor than there is room for: only what is written
+    # is on the budget.
+    assert store.core.keep_on_disk(hashes, 0, 0.0) == ()
+    assert store.core.stats(0.0).write_budget_bytes == 2 * BLOCK_BYTES
+    assert store.core.keep_on_disk(chain("xy"), 9, 0.0) == chain("x")
+    assert store.core.keep_on_disk((), 9, 0.0) == ()
+    assert store.core.keep_on_disk(hashes, 9, 0.0) == chain("x")
+    assert store.core.keep_on_disk(hashes, 9, 0.0) == ()
 
 
 def test_nothing_is_written_beyond_the_budget() -> None:

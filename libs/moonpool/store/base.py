@@ -15,12 +15,13 @@ Rules
   What raises is opening a log, and a wrong shape of the caller's memory (ValueError).
 - Every change of what is there is told once: in `contents()` at the start, in the result of `write`, to
   `on_dropped`, or by the caller's own drop.
+- What concerns many blocks is asked and told in parts of PART_BLOCKS, with turns of the loop between.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.ids import BlockHash
+
+#: What the loop can do with so many blocks in a few milliseconds it can do.
+PART_BLOCKS = 1_024
 
 ByteArray = npt.NDArray[np.uint8]
 DigestArray = npt.NDArray[np.uint64]
@@ -149,9 +153,9 @@ class LogStats:
 #: Told on the loop when blocks are gone without having been dropped by the caller; must not block.
 OnDropped = Callable[[Sequence[BlockHash], DropReason], None]
 
-#: Asked on the loop when a segment is reclaimed: which of its blocks, oldest first, are worth another
-#: write, best first. At most half a segment of them is carried over; the rest is dropped.
-KeepHot = Callable[[Sequence[BlockHash]], Sequence[BlockHash]]
+#: Asked on the loop when a segment is reclaimed: which of these blocks of it, oldest first, are worth
+#: another write, best first, and how many at most. All others are dropped.
+KeepHot = Callable[[Sequence[BlockHash], int], Sequence[BlockHash]]
 
 
 class BlockLog(Protocol):
@@ -162,8 +166,12 @@ class BlockLog(Protocol):
         """What one block takes on the disk."""
         ...
 
-    def contents(self) -> tuple[StoredRecord, ...]:
-        """All blocks that are there, the oldest first. A copy: O(n), for the start."""
+    def contents(self) -> Iterator[tuple[StoredRecord, ...]]:
+        """All blocks that are there, the oldest first, in parts; for the start.
+
+        A part says what is there when it is taken. What changes between two parts is told as ever: none
+        is left out, but one that is written meanwhile is told twice.
+        """
         ...
 
     def has(self, block_hash: BlockHash) -> bool:

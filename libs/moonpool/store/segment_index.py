@@ -10,9 +10,8 @@ So the log is first in, first out, and what deserves a second life is written ag
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NamedTuple
 
 from moonpool.ids import BlockHash
@@ -167,9 +166,24 @@ class SegmentIndex:
             return min(dead, key=lambda segment: segment.num_live / max(1, segment.num_slots))
         return candidates[0]
 
-    def contents(self) -> list[tuple[BlockHash, Place]]:
-        """All blocks, in order of writing."""
-        return sorted(self._place_by_hash.items(), key=itemgetter(1))
+    def contents(self, max_blocks: int) -> Iterator[list[tuple[BlockHash, Place]]]:
+        """All blocks in order of writing, in parts of at most `max_blocks`; no part is empty.
+
+        The index may change from one part to the next: what comes or moves then comes in a later part.
+        """
+        number = -1
+        while (segment := self._after(number)) is not None:
+            number, start = segment.number, 0
+            while start < segment.num_slots and number in self._segments:
+                hashes = segment.hashes[start : start + max_blocks]
+                start += max_blocks
+                found = [(h, self._place_by_hash[h]) for h in hashes if h is not None]
+                if found:
+                    yield found
+
+    def _after(self, number: int) -> Segment | None:
+        """The oldest segment that is younger than `number`."""
+        return next((self._segments[other] for other in self._segments if other > number), None)
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant is broken."""

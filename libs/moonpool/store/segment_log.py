@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from moonpool.clock import Clock
 from moonpool.ids import BlockHash
 from moonpool.native import Kernels
 from moonpool.store.base import (
+    PART_BLOCKS,
     BlockRecord,
     BlockTarget,
     DropReason,
@@ -199,11 +200,11 @@ class SegmentLog:
     def record_bytes(self) -> int:
         return self._io.format.slot_bytes
 
-    def contents(self) -> tuple[StoredRecord, ...]:
-        return tuple(
-            StoredRecord(block_hash=block_hash, tag=place.tag)
-            for block_hash, place in self._table.index.contents()
-        )
+    def contents(self) -> Iterator[tuple[StoredRecord, ...]]:
+        for part in self._table.index.contents(PART_BLOCKS):
+            yield tuple(
+                StoredRecord(block_hash=block_hash, tag=place.tag) for block_hash, place in part
+            )
 
     def has(self, block_hash: BlockHash) -> bool:
         return self._table.index.place(block_hash) is not None

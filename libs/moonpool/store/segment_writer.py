@@ -29,6 +29,7 @@ import numpy as np
 from moonpool.clock import Clock
 from moonpool.ids import BlockHash
 from moonpool.store.base import (
+    PART_BLOCKS,
     BlockRecord,
     BlockTarget,
     DropReason,
@@ -51,6 +52,11 @@ _SYNC_BYTES = 64 * 1024 * 1024
 #: Each is an open file. More than the capacity has only after many restarts, each of which leaves one
 #: that is not full.
 _MAX_SEGMENTS = 256
+
+
+def _parts(hashes: Sequence[BlockHash]) -> Iterator[Sequence[BlockHash]]:
+    for start in range(0, len(hashes), PART_BLOCKS):
+        yield hashes[start : start + PART_BLOCKS]
 
 
 class SegmentWriter:
@@ -247,6 +253,8 @@ class SegmentWriter:
                     " takes the room and cannot be removed"
                 )
                 return None
+            if self._open_segment() is None:
+                return None
         return self._open_segment()
 
     def _open_segment(self) -> Segment | None:
@@ -274,33 +282,70 @@ class SegmentWriter:
         return None
 
     async def _reclaim(self, *, keep: int | None = None, is_told: bool = True) -> bool:
-        """Give up a segment, not the open one or `keep`; False if there is none to give up."""
+        """Give up a segment, not the open one or `keep`; False if there is none to give up.
+
+        If what is hot in it cannot be carried over, writes pause and no segment is open afterwards; it is
+        given up all the same if the disk is full.
+        """
         if self._foreign:
             await self._remove_foreign(self._foreign.popleft())
             return True
         victim = self._table.index.victim(keep=(self._table.open_number, keep))
         if victim is None:
             return False
-        await self._carry_over(victim)
-        if self._table.index.segment(victim.number) is victim:
-            gone, removal = self._table.retire(victim.number)
-            self._books.num_reclaimed_segments += 1
+        error = await self._carry_over(victim)
+        if error is not None and not is_full(error):
+            return True
+        for part in _parts(victim.live_hashes()):
+            await asyncio.sleep(0)
+            gone = self._still_in(victim, part)
+            for block_hash in gone:
+                self._table.index.remove(block_hash)
             self._books.num_reclaimed_records += len(gone)
             if gone and is_told:
                 self._on_dropped(gone, DropReason.RECLAIMED)
+        if self._table.index.segment(victim.number) is victim:
+            _, removal = self._table.retire(victim.number)
+            self._books.num_reclaimed_segments += 1
             # Until its name is gone its room is not there.
             await asyncio.wait([removal])
         return True
 
-    async def _carry_over(self, victim: Segment) -> None:
+    async def _carry_over(self, victim: Segment) -> OSError | None:
         """Copy what is hot in `victim` into the open segment: at most half of it, and what fits."""
         target, live = self._open_segment(), victim.live_hashes()
-        if self._keep_hot is None or target is None or not live:
-            return
-        room = min(victim.num_slots // 2, self.sizes.slots_per_segment - target.num_slots - 1)
-        hot = dict.fromkeys(self._keep_hot(live))
-        here = set(live)
-        chosen = [block_hash for block_hash in hot if block_hash in here][: max(0, room)]
+        if self._keep_hot is None or target is None:
+            return None
+        num_left = min(victim.num_slots // 2, self.sizes.slots_per_segment - target.num_slots - 1)
+        for part in _parts(live):
+            await asyncio.sleep(0)
+            if num_left <= 0:
+                return None
+            part = self._still_in(victim, part)
+            here = set(part)
+            hot = dict.fromkeys(self._keep_hot(part, num_left))
+            chosen = [block_hash for block_hash in hot if block_hash in here][:num_left]
+            num_left -= len(chosen)
+            error = await self._copy(victim, target, chosen)
+            if error is not None:
+                await self.seal()
+                self._refused(error)
+                return error
+        return None
+
+    def _still_in(self, segment: Segment, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Those of these blocks that lie in this segment now."""
+        places = map(self._table.index.place, hashes)
+        return [
+            block_hash
+            for block_hash, place in zip(hashes, places, strict=True)
+            if place is not None and place.segment == segment.number
+        ]
+
+    async def _copy(
+        self, victim: Segment, target: Segment, chosen: Sequence[BlockHash]
+    ) -> OSError | None:
+        """Copy these blocks of `victim` into the open segment."""
         step = self.sizes.write_records
         with self.wanting(chosen) as wanted:
             for start in range(0, len(chosen), step):
@@ -311,8 +356,8 @@ class SegmentWriter:
                 self._books.num_carried_records += num_done
                 self._books.carried_bytes += num_done * self.sizes.slot_bytes
                 if error is not None:
-                    self._refused(error)
-                    return
+                    return error
+        return None
 
     async def _load(self, victim: Segment, hashes: Sequence[BlockHash]) -> list[BlockRecord]:
         """Those of a victim's blocks that read as they were written."""

@@ -85,14 +85,18 @@ class DiskTier:
         return [h for h in hashes if self._owners.pop(h, None) is not None]
 
     def keep(
-        self, hashes: Sequence[BlockHash], is_pinned: Callable[[BlockHash], bool], now: float
+        self,
+        hashes: Sequence[BlockHash],
+        max_blocks: int,
+        is_pinned: Callable[[BlockHash], bool],
+        now: float,
     ) -> tuple[BlockHash, ...]:
         """Of blocks whose segment is about to be reclaimed: which to write once more, the best first.
 
         What is pinned, and then what was asked for again, most often first; no more than half of them, since
-        else the log would only turn round, and no more than the budget allows.
+        else the log would only turn round, and no more than `max_blocks` and the budget allow.
         """
-        num_most = len(hashes) // 2
+        num_most = min(len(hashes) // 2, max_blocks)
         num_affordable = self.budget.num_affordable(self._config.block_bytes, now)
         if num_affordable is not None:
             num_most = min(num_most, num_affordable)

@@ -21,7 +21,7 @@ Life of a get:
 
 Life of what is on disk:
 
-    DiskContents                                            once, after the scan at the start
+    DiskContents*                                           after the scan at the start
     WriteBlocks -> BlocksWritten                            exactly one for each, however it went
     LoadBlocks -> BlocksLoaded                              exactly one for each, however it went
     DiskDropped                                             a segment was reclaimed, or a record was bad
@@ -135,7 +135,7 @@ class BlocksWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskContents:
-    """What the scan at the start found. Comes at most once, before any write."""
+    """A part of what the scan at the start found, and is there yet; none comes after a ClearCache."""
 
     hashes: tuple[BlockHash, ...]
 

@@ -169,13 +169,15 @@ class StoreCore:
         )
         return min((time for time in times if time is not None), default=None)
 
-    def keep_on_disk(self, hashes: Sequence[BlockHash], now: float) -> tuple[BlockHash, ...]:
+    def keep_on_disk(
+        self, hashes: Sequence[BlockHash], max_blocks: int, now: float
+    ) -> tuple[BlockHash, ...]:
         """The log is about to reclaim a segment with these blocks: which of them to write once more.
 
-        The best first, at most half of them; what is returned is on the write budget. All others are to be
-        told as dropped.
+        The best first, at most half of them and `max_blocks`; what is returned is on the write budget. All
+        others are to be told as dropped.
         """
-        return self._disk.keep(hashes, lambda h: self._pins.kind(h) is not None, now)
+        return self._disk.keep(hashes, max_blocks, lambda h: self._pins.kind(h) is not None, now)
 
     def take_frame(self) -> StoreFrame:
         """What has happened since the last frame."""

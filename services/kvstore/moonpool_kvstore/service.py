@@ -180,8 +180,8 @@ class StoreService:
             for engine in engines:
                 engine.on_disk_dropped(hashes, reason)
 
-        def keep_hot(hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-            return engines[0].keep_on_disk(hashes) if engines else ()
+        def keep_hot(hashes: Sequence[BlockHash], max_blocks: int) -> Sequence[BlockHash]:
+            return engines[0].keep_on_disk(hashes, max_blocks) if engines else ()
 
         shell = node.make_shell(
             parts,

@@ -29,6 +29,7 @@ from moonpool.core.protocol import (
     Abort,
     Arrived,
     BlocksArrived,
+    ClearCache,
     Command,
     CoreFrame,
     Decode,
@@ -127,6 +128,8 @@ class StoreEngine:
         #: Of disk work; None while `run` does not run: then nothing is handled.
         self._tasks: asyncio.TaskGroup | None = None
         self._is_running = asyncio.Event()
+        #: What the scan has found is not there any more.
+        self._is_cleared = False
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._puts: dict[AttemptId, _Put] = {}
         self._put_numbers = itertools.count(1)
@@ -150,8 +153,7 @@ class StoreEngine:
                 self._is_running.set()
                 try:
                     if self._disk is not None:
-                        found = tuple(record.block_hash for record in self._disk.contents())
-                        self.send(DiskContents(hashes=found))
+                        tasks.create_task(self._tell_contents(self._disk))
                     await asyncio.shield(self._failure)
                 finally:
                     self._tasks = None
@@ -183,6 +185,8 @@ class StoreEngine:
             self._locking[command.read_id] = command.hashes
         elif isinstance(command, UnlockPrefix):
             self._locking.pop(command.read_id, None)
+        elif isinstance(command, ClearCache):
+            self._is_cleared = True
         self._commands.append(command)
         if not self._is_flush_planned:
             self._is_flush_planned = True
@@ -219,9 +223,9 @@ class StoreEngine:
             log.warning("store.disk_blocks_lost", num_blocks=len(hashes), why=reason.value)
         self.send(DiskDropped(hashes=tuple(hashes)))
 
-    def keep_on_disk(self, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+    def keep_on_disk(self, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[BlockHash, ...]:
         """The log is about to reclaim these: which of them it is to write once more."""
-        return self._core.keep_on_disk(hashes, self._clock.now())
+        return self._core.keep_on_disk(hashes, max_blocks, self._clock.now())
 
     # -- the core --
 
@@ -331,6 +335,14 @@ class StoreEngine:
                 self._tasks.create_task(self._drop(work))
             case ClearDisk():
                 self._tasks.create_task(self._clear())
+
+    async def _tell_contents(self, disk: BlockLog) -> None:
+        """Tell the core what the scan has found, a part in each turn of the loop."""
+        for part in disk.contents():
+            if self._is_cleared:
+                return
+            self.send(DiskContents(hashes=tuple(record.block_hash for record in part)))
+            await asyncio.sleep(0)
 
     async def _load(self, work: LoadBlocks) -> None:
         assert self._disk is not None
