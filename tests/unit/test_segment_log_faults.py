@@ -146,14 +146,17 @@ async def test_a_refused_write_pauses_writes_and_nothing_else(
         assert await write(world.log, 4) == ()
         assert world.log.stats().num_write_errors == num_errors
         world.clock.advance(1.0)
-        assert world.log.health().is_writable
+        health = world.log.health()
+        # That it is tried again does not mean that it works.
+        assert (health.is_writable, health.problem) == (True, result.problem)
         assert await write(world.log, 4) == ()
         assert world.log.health().retry_after_s == 2.0
 
         del world.files.failures[call]
         world.clock.advance(2.0)
         assert await write(world.log, 4) == (4,)
-        assert world.log.health().is_writable
+        health = world.log.health()
+        assert (health.is_writable, health.problem) == (True, "")
         assert await readable(world.log, *range(5)) == (0, 1, 2, 3, 4)
     async with open_log(tmp_path / "log") as world:
         assert await readable(world.log, *range(5)) == (0, 1, 2, 3, 4)

@@ -105,10 +105,11 @@ class WriteResult:
 class LogHealth:
     """Whether writes are taken. Reads go on whatever this says."""
 
+    #: The next write is tried.
     is_writable: bool
-    #: Why not, one sentence for the operator; empty if they are.
+    #: Why the last write was refused, one sentence for the operator; empty from one that works on.
     problem: str
-    #: The next write tries again after so long; 0 if writes are taken.
+    #: The next write is tried after so long.
     retry_after_s: float
 
 
@@ -212,9 +213,13 @@ class BlockLog(Protocol):
         """Forget all blocks and give their space back; how many there were."""
         ...
 
-    def health(self) -> LogHealth: ...
+    def health(self) -> LogHealth:
+        """Whether writes are taken, as of now."""
+        ...
 
-    def stats(self) -> LogStats: ...
+    def stats(self) -> LogStats:
+        """What has been counted, and what is there, as of now."""
+        ...
 
     async def close(self) -> None:
         """Wait for what runs, sync, release the directory. May be called twice; nothing may follow."""

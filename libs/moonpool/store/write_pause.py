@@ -1,7 +1,7 @@
 """WritePause: after a disk has refused a write, when to try the next. Pure.
 
 The first refusal pauses writes for a second, each further one in a row for twice as long, up to a
-minute; one that succeeds ends that. Reads are not concerned.
+minute; one that succeeds ends that, and until one does the disk counts as broken. Reads are not concerned.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class WritePause:
     def health(self, now: float) -> LogHealth:
         """Not writable during a pause; when that is over, the next write is the probe."""
         left_s = max(0.0, self._ends_at - now) if self._problem else 0.0
-        is_writable = left_s == 0.0
-        problem = "" if is_writable else self._problem
-        return LogHealth(is_writable=is_writable, problem=problem, retry_after_s=left_s)
+        return LogHealth(is_writable=left_s == 0.0, problem=self._problem, retry_after_s=left_s)
 
     def fail(self, now: float, problem: str) -> None:
         """A write was refused."""
