@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from moonpool.core.protocol import FetchEnded, FetchReserved
-from moonpool.handoff.config import FetchConfig, HandoffConfig
+from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.effects import FetchEffect, OpenStream, SendCommand, StartRead, StopReads
 from moonpool.handoff.events import (
     CoreFrameReceived,
@@ -229,6 +229,15 @@ def test_an_unknown_peer_is_tried_by_one_at_a_time() -> None:
     for other in others:
         chooser.told_nothing(other, num_bytes=0)
     chooser.validate(num_fetching=0)
+
+
+def test_who_always_reads_takes_its_own_time_and_not_that_of_its_readers() -> None:
+    config = FetchConfig(mode=FetchMode.ALWAYS, always_s=20.0, hold_s=5.0)
+    chooser = FetchChooser(config, block_size=BLOCK_SIZE)
+    peer = PeerPrefix(key=HOLDER, address="h:1", num_tokens=64)
+    plan = chooser.choose(peer, num_cached_tokens=0, num_tokens=64, now=0.0)
+    assert plan is not None
+    assert (plan.patience_s, plan.limit_s) == (20.0, 20.0)
 
 
 def test_the_first_connection_is_not_part_of_what_a_read_takes() -> None:

@@ -11,7 +11,11 @@ from moonpool.config.load import LoadedConfig, load_cluster_config
 from moonpool.config.process import KvStoreConfig, read_document, store_configs, write_document
 from moonpool.config.schema import ClusterConfig, DiskAdmissionName, StoreSettings
 from moonpool.errors import ConfigError
+from moonpool.kv.layout import KvLayout
 from moonpool.tiering.config import DiskAdmission
+from moonpool.tiering.offloader import OffloaderConfig
+from moonpool_kvstore.neighbours import TAKE_TIMEOUT_S
+from moonpool_kvstore.settings import LEASE_S, fetch_config
 
 
 def load(
@@ -132,6 +136,15 @@ def test_a_mistake_names_key_value_source_and_what_is_allowed(
 def test_single_stores_are_no_matter_of_the_environment(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="single stores can only be set in a file"):
         load(tmp_path, environ={"MOONPOOL_STORES__NAME": "x"})
+
+
+def test_an_offer_is_read_for_as_long_as_whoever_makes_it_says() -> None:
+    layout = KvLayout.block_major(
+        num_blocks=2, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"
+    )
+    config = fetch_config(layout)
+    assert config.hold_s == LEASE_S
+    assert config.always_s > max(OffloaderConfig().read_s, TAKE_TIMEOUT_S)
 
 
 def test_no_directory_is_an_empty_one() -> None:

@@ -75,8 +75,10 @@ class FetchConfig:
     hits_per_probe: int = 50
     #: A pace is not judged by pieces that come faster than this.
     min_pace_s: float = 0.01
-    #: How long a fetch may take while nobody knows what computing would take.
+    #: How long each piece of a fetch may take while nobody knows what computing would take.
     blind_s: float = 0.5
+    #: How long a fetch may take in mode ALWAYS.
+    always_s: float = 30.0
     #: How long a peer that was lost, or would not, is left alone: this, doubled each time; one that
     #: is busy: just this.
     min_leave_s: float = 1.0

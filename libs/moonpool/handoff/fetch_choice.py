@@ -2,7 +2,7 @@
 
 Rules
 - Measured against measured: what earlier fetches from this peer took (TransferFit), behind those that
-  are under way, against this worker's own prefill cost. What is not known is not waited for long.
+  are under way, against this worker's own prefill cost. What is not known is waited for piece by piece.
 - Patience is in proportion: a peer that has never let us down may take a good part of what computing
   would take to bring its first piece; one that has, and is tried again, a few hundredths of it. So with
   a peer that has become slow, one hit in a while loses a little, and all others nothing.
@@ -122,13 +122,13 @@ class FetchChooser:
         predicted_s = choice.load_s + known.num_bytes_due / cost.bytes_per_s
         recompute_s = choice.recompute_s
         if config.mode is FetchMode.ALWAYS:
-            patience_s = limit_s = config.hold_s
+            patience_s = limit_s = config.always_s
         elif not self._may_be_asked(known, now):
             return None
         elif self.prefill_cost is None:
             if known.is_doubted and not known.fit.is_probe_due(now):
                 return None
-            patience_s = limit_s = config.blind_s
+            patience_s, limit_s = config.blind_s, config.hold_s
         else:
             limit_s = recompute_s
             if known.is_doubted or predicted_s >= recompute_s:

@@ -21,6 +21,8 @@ from moonpool.worker.settings import pool_region
 
 #: A reader's time, from the lock to the end of its reading; what it has not read by then is a miss.
 LEASE_S = 10.0
+#: For what the store reads itself: whoever offers says how long that may take, and it is less.
+READ_S = 60.0
 
 
 def arena_layout(config: KvStoreConfig, model: ModelDir) -> KvLayout:
@@ -77,12 +79,15 @@ def store_hello(
 
 
 def handoff_config(layout: KvLayout) -> HandoffConfig:
+    """Sizes of the reading of puts."""
     return HandoffConfig(num_layers=layout.num_layers, block_size=layout.block_size)
 
 
 def fetch_config(layout: KvLayout) -> FetchConfig:
     """A store computes nothing: what it has said that it wants, it reads."""
-    return FetchConfig(mode=FetchMode.ALWAYS, block_bytes=layout.block_bytes, hold_s=LEASE_S)
+    return FetchConfig(
+        mode=FetchMode.ALWAYS, block_bytes=layout.block_bytes, always_s=READ_S, hold_s=LEASE_S
+    )
 
 
 def log_identity(hello: WorkerHello, layout: KvLayout) -> LogIdentity:
