@@ -70,6 +70,19 @@ def test_what_nobody_has_reserved_belongs_to_whoever_uses_it() -> None:
     assert store.get("xyz") == 3
 
 
+def test_on_whose_account_a_block_is_kept() -> None:
+    store = Store(num_blocks=4, has_disk=True, tenants=(TenantQuota(tenant="t"),))
+    store.put("ab", tenant="t")
+    store.put("xy", tenant="u")
+    assert [store.core.tenant_of(h) for h in (*chain("ab"), *chain("xy"))] == ["t", "t", "", ""]
+    assert store.core.tenant_of(chain("q")[0]) == ""
+    # What is put for the answer is on the same account.
+    store.put("mn", tenant=store.core.tenant_of(chain("xy")[1]))
+    assert store.core.tenant_of(chain("mn")[1]) == ""
+    store.say(DiskContents(hashes=chain("d")))
+    assert store.core.tenant_of(chain("d")[0]) == ""
+
+
 def test_a_floor_that_is_not_used_is_not_kept_empty() -> None:
     store = Store(tenants=(TenantQuota(tenant="t", floor_blocks=6),))
     store.put("abcdefgh", tenant="u")

@@ -38,6 +38,12 @@ class Catalogue:
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self.host or block_hash in self.disk
 
+    def owner(self, block_hash: BlockHash) -> Share:
+        """Whose a block is, in whichever tier it lies; COMMON if it lies in none."""
+        if block_hash in self.host:
+            return self.host.owner(block_hash)
+        return self.disk.owner(block_hash) if block_hash in self.disk else COMMON
+
     # -- HOST --
 
     def allocate(self, num_blocks: int, share: Share) -> tuple[BlockId, ...]:

@@ -45,6 +45,10 @@ class Shares:
     def of(self, tenant: str) -> Share:
         return self._by_tenant.get(tenant, COMMON)
 
+    def tenant(self, share: Share) -> str:
+        """Whose it is; empty: of all those without a quota."""
+        return self._quotas[share].tenant
+
     def may_lose(self, share: int, asker: Share | None, num_lost: int) -> bool:
         """Whether one more block of `share` may go for `asker`, after `num_lost`."""
         return share == asker or self.num_used[share] - num_lost > self._quotas[share].floor_blocks

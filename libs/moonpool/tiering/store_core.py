@@ -179,6 +179,13 @@ class StoreCore:
         """
         return self._disk.keep(hashes, max_blocks, lambda h: self._pins.kind(h) is not None, now)
 
+    def tenant_of(self, block_hash: BlockHash) -> str:
+        """On whose account a block is kept; empty: on that of all tenants without a quota, or it is not here.
+
+        A put for that tenant keeps it on the same account.
+        """
+        return self._shares.tenant(self._catalogue.owner(block_hash))
+
     def take_frame(self) -> StoreFrame:
         """What has happened since the last frame."""
         return self._frame.take(self.ledger(), self._catalogue.take_events())
