@@ -344,16 +344,21 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 2)
 
 
-def memcpy(size: Size) -> Lap:
-    """Copy each object."""
-    source = np.ones((size.num_objects, size.object_bytes), np.uint8)
-    target = np.zeros_like(source)
-    seconds = []
-    for index in range(size.num_objects):
-        started = time.perf_counter()
-        target[index] = source[index]
-        seconds.append(time.perf_counter() - started)
-    return Lap(seconds=seconds, cpu_seconds=sum(seconds))
+class Memcpy:
+    """Copies objects between two places of this process."""
+
+    def __init__(self, size: Size) -> None:
+        self._source = np.ones((size.num_objects, size.object_bytes), np.uint8)
+        self._target = np.full_like(self._source, 2)
+
+    def lap(self, batch: int) -> Lap:
+        seconds, cpu_started = [], time.process_time()
+        for first in range(0, len(self._source), batch):
+            started = time.perf_counter()
+            for index in range(first, first + batch):
+                self._target[index] = self._source[index]
+            seconds.append(time.perf_counter() - started)
+        return Lap(seconds=seconds, cpu_seconds=time.process_time() - cpu_started)
 
 
 async def take_turn(case: Case, name: str, arm: Arm, epoch: int, *, is_timed: bool) -> None:
@@ -397,6 +402,7 @@ async def measure(
         "mooncake": lambda path: mooncake_arm(path, settings, size),
     }
     cases: list[Case] = []
+    memcpy = Memcpy(size)
     epoch = 0
     async with AsyncExitStack() as stack:
         arms: dict[str, Arm] = {}
@@ -411,7 +417,7 @@ async def measure(
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     await take_turn(case, name, arms[name], epoch, is_timed=turn > 0)
                 if turn:
-                    case.add("memcpy", "get", memcpy(size))
+                    case.add("memcpy", "get", memcpy.lap(batch))
                 epoch += 1
             cases.append(case)
     return cases
