@@ -134,7 +134,8 @@ async def test_a_new_life_replaces_the_old_one(enter_lab: EnterLab) -> None:
         await lab.second.publish(new)
         # The old process has not noticed yet that it is replaced.
         await lab.first.publish(old)
-        assert await lab.first.read() == RingView(records=(new,))
+        joined = replace(new, member=replace(new.member, joined_unix_s=100.0))
+        assert await lab.first.read() == RingView(records=(joined,))
         await lab.first.withdraw(old.member.key)
         assert await lab.first.read() == RingView(records=(new,))
 

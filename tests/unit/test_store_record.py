@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -24,9 +25,20 @@ def block(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(32, "little"))
 
 
-def member(store: str, *, life: str = "1", since_unix_s: float = 0.0) -> StoreMember:
+def member(
+    store: str,
+    *,
+    life: str = "1",
+    since_unix_s: float = 0.0,
+    joined_unix_s: float | None = None,
+    is_draining: bool = False,
+) -> StoreMember:
     return StoreMember(
-        key=WorkerKey(WorkerId(store), Incarnation(life)), address=store, since_unix_s=since_unix_s
+        key=WorkerKey(WorkerId(store), Incarnation(life)),
+        address=store,
+        since_unix_s=since_unix_s,
+        joined_unix_s=joined_unix_s,
+        is_draining=is_draining,
     )
 
 
@@ -43,8 +55,29 @@ def test_of_two_lives_the_later_one_counts() -> None:
     old, new = member("a", life="9", since_unix_s=1.0), member("a", life="1", since_unix_s=2.0)
     other = member("b")
     records = [StoreRecord(member=who) for who in (other, new, old)]
-    assert RingView.of(records).members == (new, other)
-    assert RingView.of(reversed(records)).members == (new, other)
+    # It has not just come: the ring goes on as it was.
+    joined = replace(new, joined_unix_s=1.0)
+    assert RingView.of(records).members == (joined, other)
+    assert RingView.of(reversed(records)).members == (joined, other)
+    assert joined.age_s(11.0) == 10.0
+
+
+def test_a_store_is_as_old_as_its_lives_together() -> None:
+    first = member("a", life="1", since_unix_s=1.0)
+    second = member("a", life="2", since_unix_s=5.0, joined_unix_s=1.0)
+    third = member("a", life="3", since_unix_s=9.0)
+
+    def joined_at(*lives: StoreMember) -> float:
+        (counts,) = RingView.of(StoreRecord(member=life) for life in lives).members
+        assert counts.key == lives[-1].key
+        return counts.in_ring_since_unix_s
+
+    assert joined_at(first, second, third) == 1.0
+    assert joined_at(second, third) == 1.0
+    assert joined_at(second) == 1.0
+    assert joined_at(third) == 9.0
+    # One that has said that it leaves, and comes back, has come anew.
+    assert joined_at(first, replace(second, is_draining=True), third) == 9.0
 
 
 def test_takers_are_told_from_whom() -> None:
@@ -102,3 +135,5 @@ def test_what_is_too_much_or_malformed_is_refused() -> None:
             ChainReads(home_hash=block(1), bytes_per_s=bytes_per_s)
     with pytest.raises(ValueError, match="since_unix_s"):
         member("a", since_unix_s=math.nan)
+    with pytest.raises(ValueError, match="joined_unix_s"):
+        member("a", joined_unix_s=math.inf)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
 
@@ -34,16 +34,25 @@ class StoreMember:
     address: str
     #: Wall clock at the start of this life; hosts' clocks may differ by a second or so.
     since_unix_s: float
+    #: When this store came to the ring, if that was in an earlier life that this one has replaced.
+    joined_unix_s: float | None = None
     #: It takes nothing new, and others take over what it holds.
     is_draining: bool = False
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.since_unix_s):
             raise ValueError(f"since_unix_s = {self.since_unix_s}")
+        if self.joined_unix_s is not None and not math.isfinite(self.joined_unix_s):
+            raise ValueError(f"joined_unix_s = {self.joined_unix_s}")
+
+    @property
+    def in_ring_since_unix_s(self) -> float:
+        """When this store came to the ring, in this life or an earlier one."""
+        return self.since_unix_s if self.joined_unix_s is None else self.joined_unix_s
 
     def age_s(self, now_unix_s: float) -> float:
-        """Seconds since it came; never negative."""
-        return max(now_unix_s - self.since_unix_s, 0.0)
+        """Seconds since it came to the ring; never negative."""
+        return max(now_unix_s - self.in_ring_since_unix_s, 0.0)
 
 
 class CopyKind(enum.StrEnum):
@@ -60,7 +69,7 @@ class ChainCopy:
     """A chain that the record's node holds and that others are to take from it."""
 
     kind: CopyKind
-    #: On whose account it is kept.
+    #: On whose account it is kept; empty: on the one that all those share who have none of their own.
     tenant: str
     #: The chain from its start; at least one block.
     hashes: tuple[BlockHash, ...]
@@ -112,13 +121,16 @@ class RingView:
 
     @classmethod
     def of(cls, records: Iterable[StoreRecord]) -> RingView:
-        """Of two lives of one store the one that began later counts."""
+        """Of two lives of one store the one that began later counts.
+
+        It is as old in the ring as the other one, as workers see it too (tiering/live_stores.py): its home
+        keys are the same. If the other one was leaving, this one has come anew.
+        """
         latest: dict[WorkerId, StoreRecord] = {}
-        for record in records:
-            member = record.member
-            rival = latest.get(member.key.worker_id)
-            if rival is None or _life(rival.member) < _life(member):
-                latest[member.key.worker_id] = record
+        for record in sorted(records, key=lambda record: _life(record.member)):
+            store_id = record.member.key.worker_id
+            before = latest.get(store_id)
+            latest[store_id] = record if before is None else _replacing(before.member, record)
         return cls(records=tuple(latest[store_id] for store_id in sorted(latest)))
 
     @property
@@ -144,6 +156,14 @@ class RingView:
                     before = bytes_per_s.get(reads.home_hash, 0.0)
                     bytes_per_s[reads.home_hash] = before + reads.bytes_per_s
         return bytes_per_s
+
+
+def _replacing(earlier: StoreMember, record: StoreRecord) -> StoreRecord:
+    """The record of a life that follows on an earlier one."""
+    since_unix_s = earlier.in_ring_since_unix_s
+    if earlier.is_draining or since_unix_s >= record.member.in_ring_since_unix_s:
+        return record
+    return replace(record, member=replace(record.member, joined_unix_s=since_unix_s))
 
 
 def _life(member: StoreMember) -> tuple[float, str]:
