@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +28,14 @@ CONFIG = CopyConfig(
 Chain = tuple[BlockHash, ...]
 
 
+def tenant_of(block_hash: BlockHash) -> str:
+    return f"tenant-{block_hash[0] % 3}"
+
+
+def make_book(store: str, config: CopyConfig = CONFIG) -> CopyBook:
+    return CopyBook(WorkerId(store), config, tenant_of=tenant_of)
+
+
 def chain(number: int, num_blocks: int = 3) -> Chain:
     return tuple(
         BlockHash(number.to_bytes(16, "little") + index.to_bytes(16, "little"))
@@ -53,7 +59,7 @@ class Ring:
         self.members[store_id] = StoreMember(
             key=WorkerKey(store_id, Incarnation("1")), address=name, since_unix_s=since_unix_s
         )
-        self.books[store_id] = CopyBook(store_id, CONFIG)
+        self.books[store_id] = make_book(name)
         self.chains[store_id] = set()
 
     def home(self, what: Chain) -> WorkerId:
@@ -74,8 +80,10 @@ class Ring:
                     assert take.source.worker_id != store_id
                     if take.hashes in self.chains[take.source.worker_id]:
                         self.chains[store_id].add(take.hashes)
-                        self.books[take.source.worker_id].note_lent(take.hashes, self.now)
-                    book.on_taken()
+                        source = self.books[take.source.worker_id]
+                        source.note_lent(take.hashes, self.now)
+                        source.note_returned(take.hashes, store_id)
+                    book.on_taken(take, is_refused=False)
                 taken += takes
             book.validate()
         return taken
@@ -116,6 +124,7 @@ def test_what_is_read_moves_to_a_node_that_has_joined(num_chains: int, num_store
     for what in (*held, *unread):
         ring.chains[ring.home(what)].add(what)
     ring.join("new", since_unix_s=0.0)
+    ring.beat()
     for what in held:
         (holder,) = ring.holders(what)
         ring.books[holder].note_lent(what, ring.now)
@@ -178,6 +187,7 @@ def test_a_node_that_has_just_come_is_asked_for_little() -> None:
     held = [chain(number) for number in range(MAX_COPIES)]
     ring.chains[WorkerId("old")].update(held)
     ring.join("new", since_unix_s=ring.now)
+    ring.beat(0.0)
     for what in held:
         ring.books[WorkerId("old")].note_lent(what, ring.now)
     ring.beat()
@@ -204,31 +214,140 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     assert [copy.hashes for copy in record.copies] == held[: -1 - MAX_COPY_BLOCKS // 300 : -1]
     taker = ring.books[WorkerId("s1")]
     taker.on_view(RingView.of([record]))
-    assert len(taker.takes(ring.now)) == CONFIG.max_takes
-    assert taker.takes(ring.now) == []
-    taker.on_taken()
+    takes = taker.takes(ring.now)
+    assert len(takes) == CONFIG.max_takes
+    # However long they take.
+    assert taker.takes(ring.now + 100.0) == []
+    taker.on_taken(takes[0], is_refused=False)
     assert len(taker.takes(ring.now)) == 1
+    taker.validate()
 
 
-def test_what_was_kept_long_ago_is_forgotten() -> None:
-    members = Ring("s0", "s1").members
-    view = RingView.of(StoreRecord(member=member) for member in members.values())
-    for too_long, kept in ((False, [chain(2), chain(4), chain(3)]), (True, [])):
-        book = CopyBook(WorkerId("s0"), replace(CONFIG, max_recent_blocks=10))
+def test_what_was_refused_is_offered_again_at_the_next_view() -> None:
+    ring = Ring("s0", "s1")
+    ring.beat()
+    leaver, taker = ring.books[WorkerId("s0")], ring.books[WorkerId("s1")]
+    held = [chain(number) for number in range(6)]
+    for what in held:
+        leaver.note_kept(what)
+    leaver.leave()
+    view = RingView.of([leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now)])
+    taker.on_view(view)
+    first, *others = taker.takes(ring.now)
+    taker.on_taken(first, is_refused=True)
+    taker.validate()
+    # Others may be let in: these come before it.
+    others += taker.takes(ring.now)
+    for take in others:
+        taker.on_taken(take, is_refused=False)
+    others += taker.takes(ring.now)
+    assert sorted(take.hashes for take in (first, *others)) == sorted(held)
+    assert taker.takes(ring.now) == []
+    taker.validate()
+    taker.on_taken(others[-1], is_refused=False)
+    taker.on_view(view)
+    assert taker.takes(ring.now + 1.0) == [first]
+    taker.validate()
+    # What was taken is not.
+    taker.on_taken(first, is_refused=False)
+    taker.on_view(view)
+    assert taker.takes(ring.now + 2.0) == []
+
+
+def test_only_the_one_that_is_to_take_it_ends_an_ask_and_at_its_end() -> None:
+    ring = Ring("s0", "s1")
+    ring.beat()
+    leaver = ring.books[WorkerId("s0")]
+    what = chain(1)
+    leaver.note_kept(what)
+    leaver.leave()
+
+    def num_asked() -> int:
+        ring.now += 0.1
+        leaver.validate()
+        return len(leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now).copies)
+
+    assert num_asked() == 1
+    for reader in ("worker", "s1"):
+        leaver.note_lent(what, ring.now)
+        assert num_asked() == 1
+        if reader == "s1":
+            # It has not read the whole of it.
+            leaver.note_returned(what[:2], WorkerId(reader))
+            leaver.note_returned((), WorkerId(reader))
+            assert num_asked() == 1
+        leaver.note_returned(what, WorkerId(reader))
+    assert (num_asked(), leaver.is_left(ring.now)) == (0, True)
+
+
+def test_a_copy_is_on_the_account_that_its_chain_is_kept_on() -> None:
+    ring = Ring("s0", "s1")
+    ring.beat()
+    for kind in (CopyKind.REPLICA, CopyKind.MOVE):
+        for number in range(6):
+            for store_id in ring.books:
+                is_home = ring.home(chain(number)) == store_id
+                for _ in range(60 if kind is CopyKind.REPLICA else 1):
+                    if is_home == (kind is CopyKind.REPLICA):
+                        ring.books[store_id].note_lent(chain(number), ring.now)
+    view = RingView.of(
+        book.record(ring.members[store_id], ring.now, ring.now)
+        for store_id, book in ring.books.items()
+    )
+    copies = [copy for record in view.records for copy in record.copies]
+    assert {copy.kind for copy in copies} == set(CopyKind)
+    for copy in copies:
+        assert copy.tenant == tenant_of(copy.hashes[-1])
+    for book in ring.books.values():
         book.on_view(view)
-        for number in (1, 2, 3, 4, 2):
-            book.note_kept(chain(number))
+        for take in book.takes(ring.now):
+            assert take.tenant == tenant_of(take.hashes[-1])
+
+
+def test_without_neighbours_nothing_is_remembered() -> None:
+    ring = Ring("s0")
+    ring.beat()
+    book = ring.books[WorkerId("s0")]
+    for number in range(20):
+        book.note_kept(chain(number))
+        book.note_lent(chain(number), ring.now)
+    ring.join("s1", since_unix_s=0.0)
+    ring.beat()
+    for _ in range(10):
+        book.note_lent(chain(50), ring.now)
+    record = book.record(ring.members[WorkerId("s0")], ring.now, ring.now)
+    assert {home_key(chain(50))} == {reads.home_hash for reads in record.reads}
+    book.leave()
+    record = book.record(ring.members[WorkerId("s0")], ring.now, ring.now)
+    assert [copy.hashes for copy in record.copies] == [chain(50)]
+
+
+def test_a_record_takes_no_more_chains_than_it_holds() -> None:
+    """Of each chain that is asked for one block is looked up: so it is known how many were built."""
+    looked_up: list[BlockHash] = []
+
+    def look_up(block_hash: BlockHash) -> str:
+        looked_up.append(block_hash)
+        return ""
+
+    ring = Ring("s0", "s1")
+    members = RingView.of(StoreRecord(member=member) for member in ring.members.values())
+    for is_leaving in (False, True):
+        for num_blocks, most in ((3, MAX_COPIES), (200, MAX_COPY_BLOCKS // 200)):
+            book = CopyBook(WorkerId("s0"), CONFIG, tenant_of=look_up)
+            book.on_view(members)
+            for number in range(300):
+                book.note_lent(chain(number, num_blocks=num_blocks), ring.now)
+            if is_leaving:
+                book.leave()
+            looked_up.clear()
+            record = book.record(ring.members[WorkerId("s0")], ring.now, ring.now)
+            assert len(looked_up) == len(record.copies) == most
             book.validate()
-        if too_long:
-            book.note_kept(chain(9, num_blocks=11))
-        book.leave()
-        book.validate()
-        record = book.record(members[WorkerId("s0")], 0.0, 1_000.0)
-        assert [copy.hashes for copy in record.copies] == kept
 
 
 def test_without_a_view_nothing_is_asked_and_nothing_is_taken() -> None:
-    book = CopyBook(WorkerId("s0"), CONFIG)
+    book = make_book("s0")
     member = StoreMember(
         key=WorkerKey(WorkerId("s0"), Incarnation("1")), address="s0", since_unix_s=0.0
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -77,7 +78,7 @@ def test_rates_are_those_of_a_naive_sum_and_memory_is_bounded(
         )
         for n in range(21)
     ]
-    told = {chain.home_hash: chain.bytes_per_s for chain in planner.reads(now)}
+    told = {chain.home_hash: chain.bytes_per_s for chain in planner.reads(now, CONFIG.max_chains)}
     assert list(told.values()) == sorted(told.values(), reverse=True)
     for n, rate in enumerate(rates):
         assert told.get(block(n), 0.0) <= rate * (1 + 1e-9)
@@ -92,7 +93,21 @@ def test_the_hottest_chains_survive_many_others() -> None:
             planner.note_read(block(hot), (block(hot),), 10_000, 0.0)
         planner.note_read(block(1_000 + number), (block(1_000 + number),), 1, 0.0)
     planner.validate()
-    assert [chain.home_hash for chain in planner.reads(0.0)][:2] == [block(1), block(2)]
+    assert [chain.home_hash for chain in planner.reads(0.0, 2)] == [block(1), block(2)]
+
+
+def test_long_chains_are_bounded_by_their_blocks() -> None:
+    planner = ReplicaPlanner(replace(CONFIG, max_blocks=20))
+    for number in range(10):
+        long = tuple(block(100 * number + index) for index in range(6))
+        planner.note_read(long[0], long, 1_000 * (number + 1), 0.0)
+        planner.validate()
+    # The newest and the hottest ones.
+    kept = [chain.home_hash for chain in planner.reads(0.0, 10)]
+    assert kept[:2] == [block(900), block(800)]
+    assert len(kept) <= 3
+    planner.note_read(block(1), tuple(block(1 + index) for index in range(30)), 1, 0.0)
+    planner.validate()
 
 
 def test_what_all_readers_share_is_copied_and_silence_ends_it() -> None:

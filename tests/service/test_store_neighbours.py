@@ -7,12 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from moonpool.clock import ManualClock
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
 from moonpool.store.directory import Directory, EmbeddedDirectory
 from moonpool.store.redis_directory import RedisDirectory
 from moonpool.tiering.copies import CopyBook, CopyConfig
+from moonpool.tiering.protocol import PutRefusal
 from moonpool.tiering.replicas import ReplicaConfig
+from moonpool.tiering.store_record import StoreMember, StoreRecord
 from moonpool.wire.store import PutAnswer, PutOffer
 from moonpool_kvstore.neighbours import Neighbours
 from support.eventually import eventually
@@ -32,8 +36,17 @@ class Store:
 
     def __init__(self, name: str, directory: Directory, clock: ManualClock) -> None:
         self.key = WorkerKey(WorkerId(name), Incarnation("1"))
+        self.others: dict[WorkerKey, Store] = {}
         self.chains: set[Chain] = set()
         self.offers: list[PutOffer] = []
+        #: More readings at the same time are refused.
+        self.max_readings = 16
+        self.num_readings = 0
+        self.most_readings = 0
+        self.num_refused = 0
+        #: Readings end only while this is set.
+        self.may_read = asyncio.Event()
+        self.may_read.set()
         self.neighbours = Neighbours(
             key=self.key,
             address=name,
@@ -46,18 +59,34 @@ class Store:
                     ramp_s=1.0,
                     asked_s=1.0,
                 ),
+                tenant_of=lambda _: "acme",
             ),
-            put=self._put,
+            take=self._take,
             clock=clock,
             beat_s=_BEAT_S,
         )
 
-    async def _put(self, offer: PutOffer) -> PutAnswer:
-        assert offer.store == self.key
+    async def _take(self, offer: PutOffer) -> PutAnswer:
+        assert (offer.store, offer.tenant) == (self.key, "acme")
         self.offers.append(offer)
-        is_new = offer.hashes not in self.chains
-        self.chains.add(offer.hashes)
-        return PutAnswer(num_wanted_blocks=len(offer.hashes) if is_new else 0)
+        if offer.hashes in self.chains:
+            return PutAnswer(num_wanted_blocks=0)
+        if self.num_readings >= self.max_readings:
+            self.num_refused += 1
+            return PutAnswer(num_wanted_blocks=0, refusal=PutRefusal.TOO_MANY_PUTS)
+        self.num_readings += 1
+        self.most_readings = max(self.most_readings, self.num_readings)
+        try:
+            source = self.others[offer.source.key].neighbours
+            source.note_lent(offer.hashes)
+            await self.may_read.wait()
+            # A reading takes more than one turn of the loop.
+            await asyncio.sleep(0)
+            self.chains.add(offer.hashes)
+            source.note_returned(offer.hashes, self.key)
+        finally:
+            self.num_readings -= 1
+        return PutAnswer(num_wanted_blocks=len(offer.hashes))
 
 
 @asynccontextmanager
@@ -65,6 +94,7 @@ async def two_stores(
     directory: Directory, clock: ManualClock
 ) -> AsyncIterator[tuple[Store, Store]]:
     first, second = Store("s0", directory, clock), Store("s1", directory, clock)
+    first.others, second.others = {second.key: second}, {first.key: first}
     clock.advance(10.0)
     async with asyncio.timeout(_DEADLINE_S), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(store.neighbours.run()) for store in (first, second)]
@@ -79,23 +109,23 @@ async def two_stores(
             task.cancel()
 
 
+def give(store: Store, num_chains: int) -> set[Chain]:
+    """Chains that have been put at this store."""
+    chains = [chain(number) for number in range(num_chains)]
+    for what in chains:
+        store.chains.add(what)
+        store.neighbours.note_put(what)
+    return set(chains)
+
+
 async def test_a_node_that_leaves_is_read_empty() -> None:
     clock = ManualClock()
     directory = EmbeddedDirectory(clock)
     async with two_stores(directory, clock) as (first, second):
-        chains = [chain(number) for number in range(20)]
-        for what in chains:
-            first.chains.add(what)
-            first.neighbours.note_put(what)
-
-        async with asyncio.TaskGroup() as tasks:
-            leaving = tasks.create_task(first.neighbours.leave())
-            await eventually(
-                lambda: second.chains == set(chains), timeout_s=_DEADLINE_S, what="all is taken"
-            )
-            assert not leaving.done()
-            # Each was asked for long enough.
-            clock.advance(2.0)
+        chains = give(first, 20)
+        # It goes as soon as all has been read.
+        await first.neighbours.leave()
+        assert second.chains == chains
         assert {offer.source.key for offer in second.offers} == {first.key}
         assert {offer.source.address for offer in second.offers} == {"s0"}
         # The last one has nobody to leave anything to.
@@ -103,6 +133,75 @@ async def test_a_node_that_leaves_is_read_empty() -> None:
     view = await directory.read()
     assert view is not None
     assert view.members == ()
+
+
+async def test_a_node_that_leaves_waits_for_others_only_so_long() -> None:
+    clock = ManualClock()
+    async with two_stores(EmbeddedDirectory(clock), clock) as (first, second):
+        # Nobody comes for what is known there already, nor counts a worker as one who came.
+        second.chains = give(first, 3)
+        async with asyncio.TaskGroup() as tasks:
+            leaving = tasks.create_task(first.neighbours.leave())
+            await eventually(
+                lambda: len(second.offers) == 3, timeout_s=_DEADLINE_S, what="all is known"
+            )
+            first.neighbours.note_lent(chain(1))
+            first.neighbours.note_returned(chain(1), WorkerKey(WorkerId("w"), Incarnation("1")))
+            assert not leaving.done()
+            clock.advance(2.0)
+
+
+@pytest.mark.parametrize(("max_readings", "most"), [(16, 4), (2, 2)])
+async def test_few_are_taken_at_a_time_and_what_was_refused_is_taken_later(
+    max_readings: int, most: int
+) -> None:
+    clock = ManualClock()
+    async with two_stores(EmbeddedDirectory(clock), clock) as (first, second):
+        chains = give(first, 40)
+        second.max_readings = max_readings
+        second.may_read.clear()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(first.neighbours.leave())
+            await eventually(
+                lambda: second.num_readings == most, timeout_s=_DEADLINE_S, what="readings"
+            )
+            second.may_read.set()
+        assert second.chains == chains
+        assert second.most_readings == most
+        assert (second.num_refused > 0) == (max_readings == 2)
+
+
+async def test_a_new_life_is_as_old_in_the_ring_as_the_one_that_it_replaces() -> None:
+    clock = ManualClock()
+    directory = EmbeddedDirectory(clock, life_time_s=5.0)
+    store = Store("s0", directory, clock)
+    old = StoreMember(
+        key=WorkerKey(WorkerId("s0"), Incarnation("0")),
+        address="s0",
+        since_unix_s=clock.unix() - 100.0,
+    )
+    await directory.publish(StoreRecord(member=old))
+
+    async def member() -> StoreMember | None:
+        view = await directory.read()
+        return view.members[0] if view is not None and view.members else None
+
+    async def is_as_old() -> bool:
+        found = await member()
+        return found is not None and found.in_ring_since_unix_s == old.since_unix_s
+
+    async def has_come() -> bool:
+        found = await member()
+        return found is not None and found.joined_unix_s is not None
+
+    async with asyncio.timeout(_DEADLINE_S), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(store.neighbours.run())
+        await eventually(has_come, timeout_s=_DEADLINE_S, what="the new life")
+        # The old one's record ends; the new one's is written again.
+        await directory.withdraw(old.key)
+        clock.advance(5.0)
+        await eventually(is_as_old, timeout_s=_DEADLINE_S, what="it goes on")
+        running.cancel()
 
 
 async def test_what_is_hot_is_copied() -> None:

@@ -8,11 +8,14 @@ Rules
 - A chain's home asks for its replicas: as many as it is read for (tiering/replicas.py), at the nodes that
   would be its home if the first ones were not there. So all nodes agree without talking.
 - A chain that is read here and whose home is elsewhere by now is asked for as well, the ones read fastest
-  first: the ring has changed. What nobody reads moves to nobody.
+  first: the ring has changed. What nobody reads, or hardly anybody, moves to nobody.
 - A node that leaves asks for what was put or lent last, the latest first, a windowful at a time; for each
-  chain until somebody has come to read all of it, or for a while.
-- What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
-- All of it is advice. Without a view nothing is asked and nothing is taken.
+  chain until its taker has come and gone, or for a while. Others may read it meanwhile as they like.
+- A few chains are taken at a time, each from the offer to this node's own core until its reading has ended.
+  What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
+  What its core refused is offered again when the next view comes.
+- All of it is advice. Without neighbours nothing is noted, nothing is asked and nothing is taken; what was
+  noted before stays, as far as there is room: a directory that has lost its records has them again soon.
 
 Who leaves or has just come counts less or not at all as a home; the weights are those that workers use
 (tiering/homes.py).
@@ -21,13 +24,13 @@ Who leaves or has just come counts less or not at all as a home; the weights are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.tiering.homes import home_key, homes_of, ramp_weight
-from moonpool.tiering.offloader import DEFAULT_TENANT
-from moonpool.tiering.replicas import ReplicaConfig, ReplicaPlanner
+from moonpool.tiering.recent_chains import RecentChains
+from moonpool.tiering.replicas import ReadChain, ReplicaConfig, ReplicaPlanner
 from moonpool.tiering.store_record import (
     MAX_COPIES,
     MAX_COPY_BLOCKS,
@@ -82,86 +85,103 @@ class _Asked:
 
     chain: tuple[BlockHash, ...]
     ends_at: float
+    #: As of the last record; none while there is nobody who could.
+    takers: tuple[WorkerId, ...] = ()
 
 
 class CopyBook:
-    """See the file's head. `now` is monotonic, `now_unix_s` the wall clock."""
+    """See the file's head. `now` is monotonic, `now_unix_s` the wall clock.
 
-    def __init__(self, store_id: WorkerId, config: CopyConfig) -> None:
+    Args:
+        tenant_of: On whose account a block is kept here.
+    """
+
+    def __init__(
+        self,
+        store_id: WorkerId,
+        config: CopyConfig,
+        *,
+        tenant_of: Callable[[BlockHash], str],
+    ) -> None:
         self._store_id = store_id
         self._config = config
+        self._tenant_of = tenant_of
         self._planner = ReplicaPlanner(config.replicas)
         self._view = RingView()
-        #: By the last block: chains in the order in which they were put or lent last.
-        self._recent: OrderedDict[BlockHash, tuple[BlockHash, ...]] = OrderedDict()
-        self._num_recent_blocks = 0
-        #: Chains of a node that leaves which nobody was asked to take yet, in order; and, by their last
-        #: block, those that are asked for now.
-        self._leaving: list[tuple[BlockHash, ...]] = []
-        self._asked: dict[BlockHash, _Asked] = {}
+        self._has_neighbours = False
+        #: Of a node that leaves: those that it has not asked for yet.
+        self._recent = RecentChains(config.max_recent_blocks)
         self._is_leaving = False
-        #: By the last block of a chain: when it may be taken again.
+        #: By the last block: what a node that leaves asks for now, and all blocks of what it has asked for.
+        self._asked: dict[BlockHash, _Asked] = {}
+        self._covered: set[BlockHash] = set()
+        #: By their last blocks: chains that are taken now, those that were refused since the last view, and
+        #: when those that were begun may be taken again.
+        self._taking: set[BlockHash] = set()
+        self._refused: set[BlockHash] = set()
         self._taken: OrderedDict[BlockHash, float] = OrderedDict()
-        self._num_taking = 0
 
     # -- what happens --
 
     def note_kept(self, hashes: tuple[BlockHash, ...]) -> None:
         """This chain was put here, or what of it lies here was lent."""
-        if not hashes or self._is_leaving:
-            return
-        before = self._recent.pop(hashes[-1], ())
-        self._recent[hashes[-1]] = hashes
-        self._num_recent_blocks += len(hashes) - len(before)
-        while self._num_recent_blocks > self._config.max_recent_blocks:
-            _, forgotten = self._recent.popitem(last=False)
-            self._num_recent_blocks -= len(forgotten)
+        is_askable = 0 < len(hashes) <= MAX_COPY_BLOCKS
+        if is_askable and self._has_neighbours and not self._is_leaving:
+            self._recent.note(hashes)
 
     def note_lent(self, hashes: tuple[BlockHash, ...], now: float) -> None:
         """A reader was lent these leading blocks of a chain."""
         self.note_kept(hashes)
-        if hashes:
-            self._asked.pop(hashes[-1], None)
+        if hashes and self._has_neighbours:
             num_bytes = len(hashes) * self._config.block_bytes
-            self._planner.note_read(home_key(hashes), hashes, num_bytes, now)
+            self._planner.note_read(home_key(hashes), hashes[:MAX_COPY_BLOCKS], num_bytes, now)
+
+    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerId) -> None:
+        """Who was lent these leading blocks of a chain reads them no more."""
+        asked = self._asked.get(hashes[-1]) if hashes else None
+        if asked is not None and reader in asked.takers:
+            del self._asked[hashes[-1]]
 
     def on_view(self, view: RingView) -> None:
         """All nodes' records were read."""
         self._view = view
+        self._has_neighbours = any(
+            member.key.worker_id != self._store_id for member in view.members
+        )
+        self._refused.clear()
 
     def leave(self) -> None:
         """This node leaves the ring, and still lends what it holds. Idempotent."""
-        if self._is_leaving:
-            return
         self._is_leaving = True
-        covered: set[BlockHash] = set()
-        for last_hash, chain in reversed(self._recent.items()):
-            if last_hash not in covered and len(chain) <= MAX_COPY_BLOCKS:
-                covered.update(chain)
-                self._leaving.append(chain)
-        self._recent.clear()
-        self._num_recent_blocks = 0
 
-    def on_taken(self) -> None:
+    def on_taken(self, take: TakeChain, *, is_refused: bool) -> None:
         """A TakeChain has ended, however it went."""
-        assert self._num_taking > 0
-        self._num_taking -= 1
+        last_hash = take.hashes[-1]
+        self._taking.remove(last_hash)
+        if is_refused:
+            self._taken.pop(last_hash, None)
+            self._refused.add(last_hash)
 
     # -- what comes of it --
 
     def record(self, member: StoreMember, now: float, now_unix_s: float) -> StoreRecord:
         """What this node tells the others now."""
         assert member.key.worker_id == self._store_id, member
-        weights = self._weights(now_unix_s)
-        asks = self._leave_asks(weights, now) if self._is_leaving else self._asks(weights, now)
+        if not self._has_neighbours:
+            return StoreRecord(member=member)
+        weights, reads = self._weights(now_unix_s), self._planner.reads(now, MAX_READS)
+        if self._is_leaving:
+            asks = self._leave_asks(weights, now)
+        else:
+            asks = self._asks(weights, reads, now)
         least = self._config.replicas.told_share * self._config.replicas.bytes_per_s_of_a_copy
-        reads = [chain for chain in self._planner.reads(now) if chain.bytes_per_s > least]
         return StoreRecord(
             member=member,
-            copies=_as_many_as_fit(asks),
+            copies=tuple(asks.copies),
             reads=tuple(
                 ChainReads(home_hash=chain.home_hash, bytes_per_s=chain.bytes_per_s)
-                for chain in reads[:MAX_READS]
+                for chain in reads
+                if chain.bytes_per_s > least
             ),
         )
 
@@ -173,12 +193,13 @@ class CopyBook:
         if self._is_leaving:
             return takes
         for member, copy in self._view.copies_for(self._store_id):
-            if self._num_taking >= self._config.max_takes:
+            if len(self._taking) >= self._config.max_takes:
                 break
-            if copy.hashes[-1] in self._taken:
+            last_hash = copy.hashes[-1]
+            if last_hash in self._taken or last_hash in self._taking or last_hash in self._refused:
                 continue
-            self._taken[copy.hashes[-1]] = now + self._config.retake_s
-            self._num_taking += 1
+            self._taken[last_hash] = now + self._config.retake_s
+            self._taking.add(last_hash)
             takes.append(
                 TakeChain(
                     source=member.key,
@@ -197,18 +218,18 @@ class CopyBook:
     def is_left(self, now: float) -> bool:
         """Whether a node that leaves has asked for all that it held, each chain long enough."""
         is_over = all(one.ends_at <= now for one in self._asked.values())
-        return self._is_leaving and not self._leaving and is_over
+        return self._is_leaving and not len(self._recent) and is_over
 
     def validate(self) -> None:
         """Check every invariant; raises AssertionError."""
         self._planner.validate()
-        assert 0 <= self._num_taking <= self._config.max_takes, self._num_taking
-        assert self._is_leaving or not (self._leaving or self._asked)
+        self._recent.validate()
+        assert len(self._taking) <= self._config.max_takes, self._taking
+        assert not self._refused & (self._taken.keys() | self._taking)
+        assert self._is_leaving or not (self._asked or self._covered)
+        assert all(last_hash == one.chain[-1] for last_hash, one in self._asked.items())
         ends = list(self._taken.values())
         assert ends == sorted(ends), ends
-        assert self._num_recent_blocks == sum(map(len, self._recent.values()))
-        assert self._num_recent_blocks <= self._config.max_recent_blocks
-        assert all(last_hash == chain[-1] for last_hash, chain in self._recent.items())
 
     # -- parts --
 
@@ -221,57 +242,69 @@ class CopyBook:
             and not (self._is_leaving and member.key.worker_id == self._store_id)
         }
 
-    def _asks(self, weights: dict[WorkerId, float], now: float) -> list[ChainCopy]:
+    def _asks(
+        self, weights: dict[WorkerId, float], reads: tuple[ReadChain, ...], now: float
+    ) -> _Asks:
         """Replicas first, then what lies here and belongs elsewhere."""
-        asks = []
+        asks = _Asks()
         for hot in self._planner.plan(now, self._view.reads_elsewhere(self._store_id)):
-            homes = homes_of(weights, hot.home_hash, hot.num_copies)
-            if homes[:1] == (self._store_id,) and len(homes) > 1:
-                asks.append(_ask(CopyKind.REPLICA, hot.hashes, homes[1:]))
+            if asks.has_room(hot.hashes):
+                homes = homes_of(weights, hot.home_hash, hot.num_copies)
+                if homes[:1] == (self._store_id,) and len(homes) > 1:
+                    asks.add(self._ask(CopyKind.REPLICA, hot.hashes, homes[1:]))
         replicas = {
             home_key(copy.hashes)
             for _, copy in self._view.copies_for(self._store_id)
             if copy.kind is CopyKind.REPLICA
         }
-        for chain in self._planner.reads(now):
-            homes = homes_of(weights, chain.home_hash, 1)
-            if homes and homes != (self._store_id,) and chain.home_hash not in replicas:
-                asks.append(_ask(CopyKind.MOVE, chain.hashes, homes))
+        for chain in reads:
+            if asks.has_room(chain.hashes) and chain.home_hash not in replicas:
+                homes = homes_of(weights, chain.home_hash, 1)
+                if homes and homes != (self._store_id,):
+                    asks.add(self._ask(CopyKind.MOVE, chain.hashes, homes))
         return asks
 
-    def _leave_asks(self, weights: dict[WorkerId, float], now: float) -> list[ChainCopy]:
+    def _leave_asks(self, weights: dict[WorkerId, float], now: float) -> _Asks:
         """The window of chains that are asked for now."""
-        asked = self._asked
-        for last_hash in [h for h, one in asked.items() if one.ends_at <= now]:
-            del asked[last_hash]
-        num_blocks = sum(len(one.chain) for one in asked.values())
-        num_new = 0
-        for chain in self._leaving:
-            num_blocks += len(chain)
-            if len(asked) >= MAX_COPIES or num_blocks > MAX_COPY_BLOCKS:
-                break
-            asked[chain[-1]] = _Asked(chain=chain, ends_at=now + self._config.asked_s)
-            num_new += 1
-        del self._leaving[:num_new]
-        return [
-            _ask(CopyKind.MOVE, one.chain, homes)
-            for one in asked.values()
-            if (homes := homes_of(weights, home_key(one.chain), 1))
-        ]
+        asks = _Asks()
+        for last_hash, asked in list(self._asked.items()):
+            del self._asked[last_hash]
+            if asked.ends_at > now:
+                self._ask_to_take(asked, weights, asks)
+        while (chain := self._recent.latest()) is not None:
+            if chain[-1] not in self._covered:
+                if not asks.has_room(chain):
+                    break
+                self._covered.update(chain)
+                asked = _Asked(chain=chain, ends_at=now + self._config.asked_s)
+                self._ask_to_take(asked, weights, asks)
+            self._recent.forget_latest()
+        return asks
+
+    def _ask_to_take(self, asked: _Asked, weights: dict[WorkerId, float], asks: _Asks) -> None:
+        takers = homes_of(weights, home_key(asked.chain), 1)
+        self._asked[asked.chain[-1]] = replace(asked, takers=takers)
+        asks.add(self._ask(CopyKind.MOVE, asked.chain, takers))
+
+    def _ask(
+        self, kind: CopyKind, hashes: tuple[BlockHash, ...], takers: tuple[WorkerId, ...]
+    ) -> ChainCopy:
+        tenant = self._tenant_of(hashes[-1])
+        return ChainCopy(kind=kind, tenant=tenant, hashes=hashes, takers=takers)
 
 
-def _ask(kind: CopyKind, hashes: tuple[BlockHash, ...], takers: tuple[WorkerId, ...]) -> ChainCopy:
-    return ChainCopy(kind=kind, tenant=DEFAULT_TENANT, hashes=hashes, takers=takers)
+class _Asks:
+    """As many as a record can hold."""
 
+    def __init__(self) -> None:
+        self.copies: list[ChainCopy] = []
+        self._num_blocks = 0
 
-def _as_many_as_fit(asks: Sequence[ChainCopy]) -> tuple[ChainCopy, ...]:
-    """In order, those that a record can hold."""
-    chosen: list[ChainCopy] = []
-    num_blocks = 0
-    for ask in asks:
-        if len(chosen) == MAX_COPIES:
-            break
-        if num_blocks + len(ask.hashes) <= MAX_COPY_BLOCKS:
-            num_blocks += len(ask.hashes)
-            chosen.append(ask)
-    return tuple(chosen)
+    def has_room(self, chain: tuple[BlockHash, ...]) -> bool:
+        is_full = len(self.copies) >= MAX_COPIES
+        return not is_full and self._num_blocks + len(chain) <= MAX_COPY_BLOCKS
+
+    def add(self, copy: ChainCopy) -> None:
+        """Requires room for it."""
+        self.copies.append(copy)
+        self._num_blocks += len(copy.hashes)

@@ -13,7 +13,8 @@ others would have `slack` to spare, so a rate that wavers by less than that chan
     3 -> 2                                         2 (1 - slack)
 
 Rates decay by half in `half_life_s`; each read counts in full when it comes. Chains are known by the
-block that decides their home. Memory is bounded: of too many chains the ones read least are forgotten.
+block that decides their home. Memory is bounded: of too many chains, or too many blocks of them, the ones
+read least are forgotten.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class ReplicaConfig:
     half_life_s: float = 30.0
     #: Chains that are watched.
     max_chains: int = 1_024
+    #: Blocks of these chains; what two of them share counts twice.
+    max_blocks: int = 65_536
     #: Chains read more slowly than this share of what a copy serves are not told of.
     told_share: float = 0.05
 
@@ -49,7 +52,7 @@ class ReplicaConfig:
         assert self.max_copies >= 1, self
         assert 0.0 < self.slack < 1.0, self
         assert self.half_life_s > 0.0, self
-        assert self.max_chains >= 1, self
+        assert min(self.max_chains, self.max_blocks) >= 1, self
         assert 0.0 <= self.told_share < 1.0, self
 
 
@@ -98,6 +101,7 @@ class ReplicaPlanner:
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
         self._chains: dict[BlockHash, _Chain] = {}
+        self._num_blocks = 0
 
     def note_read(
         self, home_hash: BlockHash, hashes: tuple[BlockHash, ...], num_bytes: int, now: float
@@ -106,11 +110,14 @@ class ReplicaPlanner:
         chain = self._chains.get(home_hash)
         if chain is None:
             chain = self._chains[home_hash] = _Chain(hashes=hashes, bytes_per_s=0.0, at_s=now)
+            self._num_blocks += len(hashes)
             self._forget_coldest(now)
         added_bytes_per_s = num_bytes * math.log(2.0) / self._config.half_life_s
         chain.bytes_per_s = self._rate(chain, now) + added_bytes_per_s
         chain.at_s = now
-        chain.hashes = _common_prefix(chain.hashes, hashes)
+        common = _common_prefix(chain.hashes, hashes)
+        self._num_blocks -= len(chain.hashes) - len(common)
+        chain.hashes = common
 
     def plan(self, now: float, elsewhere: Mapping[BlockHash, float]) -> tuple[HotChain, ...]:
         """The chains that should lie on several nodes, the hottest first.
@@ -133,18 +140,26 @@ class ReplicaPlanner:
                 )
         return tuple(sorted(hot, key=lambda chain: (-chain.bytes_per_s, chain.home_hash)))
 
-    def reads(self, now: float) -> tuple[ReadChain, ...]:
-        """What this node lends, the hottest first; of what is long ago nothing is left."""
-        reads = [
-            ReadChain(home_hash=home_hash, hashes=chain.hashes, bytes_per_s=rate)
+    def reads(self, now: float, max_reads: int) -> tuple[ReadChain, ...]:
+        """What this node lends, the hottest first, at most so many; of what is long ago nothing is left."""
+        rates = [
+            (-rate, home_hash)
             for home_hash, chain in self._chains.items()
             if (rate := self._rate(chain, now)) >= _COLD_BYTES_PER_S
         ]
-        return tuple(sorted(reads, key=lambda chain: (-chain.bytes_per_s, chain.home_hash)))
+        rates.sort()
+        return tuple(
+            ReadChain(
+                home_hash=home_hash, hashes=self._chains[home_hash].hashes, bytes_per_s=-negated
+            )
+            for negated, home_hash in rates[:max_reads]
+        )
 
     def validate(self) -> None:
         """Check every invariant; raises AssertionError."""
         assert len(self._chains) <= self._config.max_chains
+        assert self._num_blocks == sum(len(chain.hashes) for chain in self._chains.values())
+        assert self._num_blocks <= self._config.max_blocks or len(self._chains) == 1
         for home_hash, chain in self._chains.items():
             assert home_hash in chain.hashes, chain
             assert 0.0 <= chain.bytes_per_s < math.inf, chain
@@ -157,6 +172,8 @@ class ReplicaPlanner:
 
     def _num_copies(self, num_before: int, bytes_per_s: float) -> int:
         config = self._config
+        if bytes_per_s <= (1.0 - config.slack) * config.bytes_per_s_of_a_copy:
+            return 1
         least = copies_needed(bytes_per_s, config)
         most = copies_needed(bytes_per_s / (1.0 - config.slack), config)
         return min(max(num_before, least), most)
@@ -164,16 +181,18 @@ class ReplicaPlanner:
     def _forget_coldest(self, now: float) -> None:
         """Down to three quarters at once, so that it is seldom done; never the one that came last."""
         config = self._config
-        if len(self._chains) <= config.max_chains:
+        if len(self._chains) <= config.max_chains and self._num_blocks <= config.max_blocks:
             return
         newest = next(reversed(self._chains))
         coldest_first = sorted(
             (home_hash for home_hash in self._chains if home_hash != newest),
             key=lambda home_hash: (self._rate(self._chains[home_hash], now), home_hash),
         )
-        num_kept = config.max_chains * 3 // 4
-        for home_hash in coldest_first[: max(len(coldest_first) - num_kept, 1)]:
-            del self._chains[home_hash]
+        max_chains, max_blocks = config.max_chains * 3 // 4, config.max_blocks * 3 // 4
+        for home_hash in coldest_first:
+            if len(self._chains) <= max_chains and self._num_blocks <= max_blocks:
+                return
+            self._num_blocks -= len(self._chains.pop(home_hash).hashes)
 
 
 def _common_prefix(

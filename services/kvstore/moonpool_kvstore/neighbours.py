@@ -3,7 +3,7 @@
     each second: tell the directory of this node -> hear of the others -> take the chains that they ask for
 
 A chain is taken as an offer of a worker is: this node's own core says what it lacks, and reads it from the
-node that asked. What to ask for and what to take is decided in tiering/copies.py. Nothing here is on the way
+node that asked; a few at a time, so that offers of workers find room. What to ask for and what to take is decided in tiering/copies.py. Nothing here is on the way
 of a request, and a directory that is away changes nothing but that.
 
 On the way out the others are asked to take what was used last, while it can still be read.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
@@ -43,7 +44,7 @@ class Neighbours:
         address: gRPC, where others read from it.
         directory: Entered by whoever made it.
         book: This node's own.
-        put: Offers a chain to this node's own core.
+        take: Offers a chain to this node's own core; returns when its reading has ended.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class Neighbours:
         address: str,
         directory: Directory,
         book: CopyBook,
-        put: Callable[[PutOffer], Awaitable[PutAnswer]],
+        take: Callable[[PutOffer], Awaitable[PutAnswer]],
         clock: Clock,
         beat_s: float = BEAT_S,
     ) -> None:
         self._member = StoreMember(key=key, address=address, since_unix_s=clock.unix())
         self._book = book
-        self._put = put
+        self._take_offer = take
         self._clock = clock
         self._is_leaving = False
         self._left = asyncio.Event()
@@ -87,6 +88,10 @@ class Neighbours:
     def note_lent(self, hashes: tuple[BlockHash, ...]) -> None:
         """A reader was lent these leading blocks of a chain."""
         self._book.note_lent(hashes, self._clock.now())
+
+    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerKey) -> None:
+        """That reader's stream has ended."""
+        self._book.note_returned(hashes, reader.worker_id)
         if self._is_leaving:
             self._end_leaving()
             if not self._book.num_asked:
@@ -111,19 +116,17 @@ class Neighbours:
     # -- parts --
 
     def _record(self) -> StoreRecord:
-        member = StoreMember(
-            key=self._member.key,
-            address=self._member.address,
-            since_unix_s=self._member.since_unix_s,
-            is_draining=self._is_leaving,
-        )
+        member = replace(self._member, is_draining=self._is_leaving)
         return self._book.record(member, self._clock.now(), self._clock.unix())
 
     def _on_view(self, view: RingView) -> None:
-        store_id = self._member.key.worker_id
-        self.num_others = sum(
-            member.key.worker_id != store_id and not member.is_draining for member in view.members
-        )
+        self.num_others = 0
+        for member in view.members:
+            if member.key.worker_id != self._member.key.worker_id:
+                self.num_others += not member.is_draining
+            elif member.key == self._member.key and member.joined_unix_s is not None:
+                # The record of an earlier life ends soon: from here on this one tells it.
+                self._member = replace(self._member, joined_unix_s=member.joined_unix_s)
         self._book.on_view(view)
         self._end_leaving()
         self._take()
@@ -146,14 +149,15 @@ class Neighbours:
             source=SourceRef(key=take.source, address=take.address),
             deadline_s=TAKE_TIMEOUT_S,
         )
+        is_refused = True
         try:
-            answer = await self._put(offer)
+            answer = await self._take_offer(offer)
+            is_refused = answer.refusal is not None
         except UnavailableError:
             # This node stops.
             return
         finally:
-            self._book.on_taken()
+            self._book.on_taken(take, is_refused=is_refused)
         if answer.num_wanted_blocks:
-            log.debug("store.takes", source=str(take.source), num_blocks=answer.num_wanted_blocks)
-        if answer.refusal is None:
-            self._take()
+            log.debug("store.taken", source=str(take.source), num_blocks=answer.num_wanted_blocks)
+        self._take()

@@ -215,11 +215,15 @@ class StoreService:
             key=parts.key,
             address=parts.address,
             directory=await life.enter(self._directory),
-            book=CopyBook(parts.key.worker_id, CopyConfig(block_bytes=layout.block_bytes)),
-            put=engine.put,
+            book=CopyBook(
+                parts.key.worker_id,
+                CopyConfig(block_bytes=layout.block_bytes),
+                tenant_of=engine.tenant_of,
+            ),
+            take=engine.take,
             clock=self._clock,
         )
-        engine.watch(on_put=neighbours.note_put, on_lent=neighbours.note_lent)
+        engine.watch(neighbours)
         life.spawn(neighbours.run(), name="neighbours")
         self._neighbours = neighbours
         return {

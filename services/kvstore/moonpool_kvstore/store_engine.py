@@ -9,7 +9,7 @@ Rules
   1. `send` never awaits: what comes in one turn of the loop is handled together, and one frame follows.
   2. A put is told to the machine that reads as soon as the core has reserved blocks for it, before the
      frame that says so; from then on it is that machine's, and ends with its FetchEnded or ReadEnded.
-     One that takes too long is aborted here.
+     One that takes too long is aborted here. Who offers is told before (`put`), or at the end (`take`).
   3. Every piece of disk work is a task and is answered once, however it went: a disk that fails is a miss.
   4. A store computes nothing: a router that asks for it all the same is refused.
   5. An exception of the core is a bug: `run` raises it, and the process ends.
@@ -20,7 +20,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import structlog
 
@@ -49,7 +50,7 @@ from moonpool.errors import UnavailableError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.events import AttemptAborted, HandoffEvent, PeerNamed
 from moonpool.handoff.messages import PeerPrefix
-from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
+from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId, WorkerKey
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.store.base import BlockLog, BlockRecord, BlockTarget, DropReason, ReadOutcome
 from moonpool.tiering.protocol import (
@@ -75,7 +76,21 @@ from moonpool.wire.store import PutAnswer, PutOffer
 
 log = structlog.get_logger("moonpool.store")
 
-OnChain = Callable[[tuple[BlockHash, ...]], None]
+
+class ChainWatcher(Protocol):
+    """Is told which chains come to this node and who reads them."""
+
+    def note_put(self, hashes: tuple[BlockHash, ...]) -> None:
+        """A chain was offered here and not refused."""
+        ...
+
+    def note_lent(self, hashes: tuple[BlockHash, ...]) -> None:
+        """A reader was lent these leading blocks of a chain."""
+        ...
+
+    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerKey) -> None:
+        """That reader's stream has ended."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,8 +101,20 @@ class _Put:
     deadline_s: float
     #: Set by PutAnswered.
     answered: asyncio.Future[PutAnswer]
+    #: Set when nothing more of it will come.
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     #: From FetchReserved on.
     timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lock:
+    """A lock on a prefix that was asked for."""
+
+    hashes: tuple[BlockHash, ...]
+    reader: WorkerKey | None
+    #: How many leading blocks the reader was lent; None: not answered yet.
+    num_lent: int | None = None
 
 
 class StoreEngine:
@@ -134,16 +161,15 @@ class StoreEngine:
         self._puts: dict[AttemptId, _Put] = {}
         self._put_numbers = itertools.count(1)
         self._num_late_puts = 0
-        self._on_put: OnChain | None = None
-        self._on_lent: OnChain | None = None
+        self._watcher: ChainWatcher | None = None
         #: When a disk that a failpoint limits can take the next load.
         self._disk_free_at = 0.0
-        #: Chains of locks that were asked for and not answered, by their read id.
-        self._locking: dict[int, tuple[BlockHash, ...]] = {}
+        #: By their read id.
+        self._locks: dict[int, _Lock] = {}
 
-    def watch(self, *, on_put: OnChain, on_lent: OnChain) -> None:
-        """Tell of each chain that was offered and not refused, and of what readers are lent."""
-        self._on_put, self._on_lent = on_put, on_lent
+    def watch(self, watcher: ChainWatcher) -> None:
+        """Tell of chains from here on."""
+        self._watcher = watcher
 
     async def run(self) -> None:
         """Until cancelled; then what the disk does has ended. Raises what the core raised."""
@@ -165,6 +191,7 @@ class StoreEngine:
                     put.timer.cancel()
                 if not put.answered.done():
                     put.answered.set_exception(_not_ready())
+                put.ended.set()
 
     async def wait_running(self) -> None:
         """Until `run` has begun."""
@@ -182,9 +209,9 @@ class StoreEngine:
         if isinstance(command, FetchEnded | ReadEnded):
             self._forget_put(command.attempt_id)
         elif isinstance(command, LockPrefix):
-            self._locking[command.read_id] = command.hashes
+            self._locks[command.read_id] = _Lock(hashes=command.hashes, reader=command.reader)
         elif isinstance(command, UnlockPrefix):
-            self._locking.pop(command.read_id, None)
+            self._on_unlock(command)
         elif isinstance(command, ClearCache):
             self._is_cleared = True
         self._commands.append(command)
@@ -198,24 +225,22 @@ class StoreEngine:
         Raises:
             UnavailableError: This node stops.
         """
-        if self._tasks is None:
-            raise _not_ready()
-        number = next(self._put_numbers)
-        attempt_id = AttemptId(RequestId(f"put-{number}"), 1)
-        put = self._puts[attempt_id] = _Put(
-            peer=PeerPrefix(
-                key=offer.source.key,
-                address=offer.source.address,
-                num_tokens=len(offer.hashes) * self._block_size,
-            ),
-            deadline_s=offer.deadline_s,
-            answered=self._loop.create_future(),
-        )
-        self.send(Put(attempt_id=attempt_id, tenant=offer.tenant, hashes=offer.hashes))
-        answer = await put.answered
-        if answer.refusal is None and self._on_put is not None:
-            self._on_put(offer.hashes)
+        return await self._answer(self._begin_put(offer), offer)
+
+    async def take(self, offer: PutOffer) -> PutAnswer:
+        """Take an offer; the answer comes when what was wanted of it has been read, or will not be.
+
+        Raises:
+            UnavailableError: This node stops.
+        """
+        put = self._begin_put(offer)
+        answer = await self._answer(put, offer)
+        await put.ended.wait()
         return answer
+
+    def tenant_of(self, block_hash: BlockHash) -> str:
+        """On whose account a block is kept; see StoreCore.tenant_of."""
+        return self._core.tenant_of(block_hash)
 
     def on_disk_dropped(self, hashes: Sequence[BlockHash], reason: DropReason) -> None:
         """The log has dropped blocks by itself."""
@@ -292,6 +317,29 @@ class StoreEngine:
 
     # -- puts --
 
+    def _begin_put(self, offer: PutOffer) -> _Put:
+        if self._tasks is None:
+            raise _not_ready()
+        number = next(self._put_numbers)
+        attempt_id = AttemptId(RequestId(f"put-{number}"), 1)
+        put = self._puts[attempt_id] = _Put(
+            peer=PeerPrefix(
+                key=offer.source.key,
+                address=offer.source.address,
+                num_tokens=len(offer.hashes) * self._block_size,
+            ),
+            deadline_s=offer.deadline_s,
+            answered=self._loop.create_future(),
+        )
+        self.send(Put(attempt_id=attempt_id, tenant=offer.tenant, hashes=offer.hashes))
+        return put
+
+    async def _answer(self, put: _Put, offer: PutOffer) -> PutAnswer:
+        answer = await put.answered
+        if answer.refusal is None and self._watcher is not None:
+            self._watcher.note_put(offer.hashes)
+        return answer
+
     def _on_put_answered(self, reply: PutAnswered) -> None:
         put = self._puts[reply.attempt_id]
         if not put.answered.done():
@@ -299,7 +347,7 @@ class StoreEngine:
                 PutAnswer(num_wanted_blocks=reply.num_wanted_blocks, refusal=reply.refusal)
             )
         if not reply.num_wanted_blocks:
-            del self._puts[reply.attempt_id]
+            self._forget_put(reply.attempt_id)
 
     def _begin_reading(self, reply: FetchReserved) -> None:
         put = self._puts[reply.attempt_id]
@@ -312,15 +360,30 @@ class StoreEngine:
         self.send(Abort(attempt_id=attempt_id))
         self._on_event(AttemptAborted(attempt_id=attempt_id))
 
-    def _on_locked(self, reply: PrefixLocked) -> None:
-        hashes = self._locking.pop(reply.read_id, ())
-        if self._on_lent is not None:
-            self._on_lent(hashes[: len(reply.block_ids)])
-
     def _forget_put(self, attempt_id: AttemptId) -> None:
         put = self._puts.pop(attempt_id, None)
-        if put is not None and put.timer is not None:
+        if put is None:
+            return
+        put.ended.set()
+        if put.timer is not None:
             put.timer.cancel()
+
+    # -- gets --
+
+    def _on_locked(self, reply: PrefixLocked) -> None:
+        lock = self._locks.get(reply.read_id)
+        if lock is None:
+            return
+        lock.num_lent = len(reply.block_ids)
+        if self._watcher is not None:
+            self._watcher.note_lent(lock.hashes[: lock.num_lent])
+
+    def _on_unlock(self, command: UnlockPrefix) -> None:
+        lock = self._locks.pop(command.read_id, None)
+        if lock is None or lock.num_lent is None or lock.reader is None:
+            return
+        if self._watcher is not None:
+            self._watcher.note_returned(lock.hashes[: lock.num_lent], lock.reader)
 
     # -- the disk --
 
