@@ -13,8 +13,7 @@ from moonpool.config.schema import ClusterConfig, DiskAdmissionName, StoreSettin
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import KvLayout
 from moonpool.tiering.config import DiskAdmission
-from moonpool.tiering.offloader import OffloaderConfig
-from moonpool_kvstore.neighbours import TAKE_TIMEOUT_S
+from moonpool.wire.store import MAX_DEADLINE_S
 from moonpool_kvstore.settings import LEASE_S, fetch_config
 
 
@@ -144,7 +143,7 @@ def test_an_offer_is_read_for_as_long_as_whoever_makes_it_says() -> None:
     )
     config = fetch_config(layout)
     assert config.hold_s == LEASE_S
-    assert config.always_s > max(OffloaderConfig().read_s, TAKE_TIMEOUT_S)
+    assert config.always_s >= MAX_DEADLINE_S
 
 
 def test_no_directory_is_an_empty_one() -> None:

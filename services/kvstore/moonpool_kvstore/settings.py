@@ -16,13 +16,12 @@ from moonpool.kv.layout import KvLayout
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.store.log_identity import LogIdentity
 from moonpool.tiering.config import DiskAdmission, StoreConfig, TenantQuota
+from moonpool.wire.store import MAX_DEADLINE_S
 from moonpool.wire.worker import WorkerHello
 from moonpool.worker.settings import pool_region
 
 #: A reader's time, from the lock to the end of its reading; what it has not read by then is a miss.
 LEASE_S = 10.0
-#: For what the store reads itself: whoever offers says how long that may take, and it is less.
-READ_S = 60.0
 
 
 def arena_layout(config: KvStoreConfig, model: ModelDir) -> KvLayout:
@@ -84,9 +83,12 @@ def handoff_config(layout: KvLayout) -> HandoffConfig:
 
 
 def fetch_config(layout: KvLayout) -> FetchConfig:
-    """A store computes nothing: what it has said that it wants, it reads."""
+    """A store computes nothing: what it has said that it wants, it reads, for as long as the offer says."""
     return FetchConfig(
-        mode=FetchMode.ALWAYS, block_bytes=layout.block_bytes, always_s=READ_S, hold_s=LEASE_S
+        mode=FetchMode.ALWAYS,
+        block_bytes=layout.block_bytes,
+        always_s=MAX_DEADLINE_S,
+        hold_s=LEASE_S,
     )
 
 
