@@ -35,6 +35,8 @@ class Recorder:
         self.task_may_fail = asyncio.Event()
         self.start_blocks = False
         self.is_blocked = asyncio.Event()
+        self.may_leave = asyncio.Event()
+        self.may_leave.set()
 
     @contextlib.asynccontextmanager
     async def adapter(self, name: str) -> AsyncIterator[None]:
@@ -42,6 +44,7 @@ class Recorder:
         try:
             yield
         finally:
+            await self.may_leave.wait()
             self.events.append(f"leave {name}")
 
     async def start(self, life: Life) -> ReadyFacts:
@@ -108,6 +111,34 @@ async def test_a_drain_that_takes_too_long_is_cut() -> None:
     assert service.events == _WHOLE_LIFE
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+async def test_a_close_that_takes_too_long_is_told(is_failing: bool) -> None:
+    service = Recorder()
+    service.may_leave.clear()
+    policy = StopPolicy(
+        drain_grace_s=0.0, drain_timeout_s=0.2, abort_timeout_s=0.2, close_timeout_s=0.02
+    )
+    lates: list[int] = []
+
+    def on_late() -> None:
+        lates.append(len(service.events))
+        service.may_leave.set()
+
+    lives: list[Life] = []
+    with contextlib.suppress(BaseExceptionGroup):
+        await serve(
+            service,
+            policy=policy,
+            on_life=lives.append,
+            on_ready=lambda _facts: (
+                service.task_may_fail.set() if is_failing else lives[0].request_stop()
+            ),
+            on_late=on_late,
+        )
+    assert lates == [len(service.events) - 2]
+    assert service.events[-2:] == ["leave rpc", "leave bus"]
+
+
 async def test_a_task_that_fails_ends_the_process_without_a_drain() -> None:
     service = Recorder()
     service.task_may_fail.set()
@@ -157,7 +188,7 @@ async def test_loop_lag_is_seen() -> None:
 # -- real processes --
 
 _PROGRAM = """
-import asyncio, sys
+import asyncio, sys, threading
 from moonpool.config.schema import TelemetrySettings
 from moonpool.errors import ConfigError
 from moonpool.service.life import StopPolicy
@@ -171,11 +202,20 @@ class Service:
     async def start(self, life):
         if mode == "task-fails":
             life.spawn(self.fail(), name="fail")
+        if mode == "hangs-at-the-end":
+            life.spawn(self.hang(), name="hang")
         if mode == "config-at-start":
             raise ConfigError("bad = 1")
         if mode == "crash-at-start":
             raise ValueError("boom")
         return {"port": 7}
+
+    async def hang(self):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # As a disk that does not answer: nothing ends this thread.
+            await asyncio.to_thread(threading.Event().wait)
 
     async def fail(self):
         raise RuntimeError("task failed")
@@ -197,7 +237,7 @@ def build(config):
     return Service()
 
 sys.exit(run(build, None, name="child", telemetry=TelemetrySettings(log_format="json"),
-             policy=StopPolicy(drain_grace_s=0.0, drain_timeout_s=60.0)))
+             policy=StopPolicy(drain_grace_s=0.0, drain_timeout_s=60.0, close_timeout_s=0.2)))
 """
 
 
@@ -218,6 +258,16 @@ def child(mode: str) -> Iterator[tuple[subprocess.Popen[str], ReadyPipe]]:
         pipe.close()
         process.kill()
         process.communicate()
+
+
+async def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    with child("hangs-at-the-end") as (process, pipe):
+        await pipe.wait(deadline_s=_DEADLINE_S)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=_DEADLINE_S)
+        assert process.returncode == 1, errors
+        assert output.split() == ["announce", "drain", "abort"]
+        assert '"step": "close"' in errors
 
 
 async def test_sigterm_drains_and_exits_zero() -> None:

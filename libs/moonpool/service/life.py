@@ -8,7 +8,9 @@
 3. Stop: `announce_drain` (health NOT_SERVING, DRAINING on the bus), `drain_grace_s` in which peers see
    it, `drain` (accept nothing, wait for what runs) for at most `drain_timeout_s`, `abort` (end the rest
    with UNAVAILABLE) for at most `abort_timeout_s`.
-4. Tasks are cancelled, then the stack unwinds in reverse order.
+4. Tasks are cancelled, then the stack unwinds in reverse order; for at most `close_timeout_s`, also when a
+   task has failed. What is late then may never come, such as the answer of a disk that hangs in a thread:
+   `on_late` is told, which ends the process.
 
 Each step has a deadline and a log line. A step that fails or is late is logged and the next one comes.
 """
@@ -41,6 +43,8 @@ class StopPolicy:
     drain_grace_s: float = 0.5
     drain_timeout_s: float = 30.0
     abort_timeout_s: float = 5.0
+    #: Tasks and adapters. Enough for what a disk has taken and not yet written.
+    close_timeout_s: float = 20.0
 
 
 class Service(Protocol):
@@ -125,28 +129,40 @@ async def serve(
     policy: StopPolicy,
     on_life: Callable[[Life], None] = lambda _life: None,
     on_ready: Callable[[ReadyFacts], None] = lambda _facts: None,
+    on_late: Callable[[], None] = lambda: None,
 ) -> None:
     """Live through steps 1 to 4. Returns after a stop that was asked for.
 
     Args:
         on_life: Called first, so that a signal handler can reach `request_stop`.
         on_ready: Called when `start` has returned.
+        on_late: Called if the last step takes longer than it may.
 
     Raises:
         BaseExceptionGroup: A task failed, or `start` did.
     """
     life: Life | None = None
+    late: asyncio.TimerHandle | None = None
+
+    def on_close_late() -> None:
+        log.error("service.stop_step_late", step="close", timeout_s=policy.close_timeout_s)
+        on_late()
+
     try:
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             life = Life(stack, tasks)
-            on_life(life)
-            facts = await service.start(life)
-            life.begin_serving()
-            log.info("service.ready", **facts)
-            on_ready(facts)
-            await life.wait_stop()
-            await _stop(service, policy)
-            life.cancel_tasks()
+            try:
+                on_life(life)
+                facts = await service.start(life)
+                life.begin_serving()
+                log.info("service.ready", **facts)
+                on_ready(facts)
+                await life.wait_stop()
+                await _stop(service, policy)
+                life.cancel_tasks()
+            finally:
+                loop = asyncio.get_running_loop()
+                late = loop.call_later(policy.close_timeout_s, on_close_late)
     except asyncio.CancelledError:
         if life is None or not life.is_start_interrupted:
             raise
@@ -155,6 +171,9 @@ async def serve(
         if task.uncancel() > 0:
             raise
         log.info("service.start_interrupted")
+    finally:
+        if late is not None:
+            late.cancel()
     log.info("service.stopped")
 
 

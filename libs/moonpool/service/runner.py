@@ -1,7 +1,7 @@
 """run(): a process from its configuration to its exit code.
 
 SIGTERM or SIGINT drains; a second one cancels everything and ends the process within
-FORCE_TIMEOUT_S; a third ends it at once.
+FORCE_TIMEOUT_S; a third ends it at once. So does a stop whose last step is late.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ async def _live(service: Service, policy: StopPolicy) -> int:
             policy=policy,
             on_life=signals.watch,
             on_ready=lambda facts: notify_ready(service.name, facts),
+            # Not by an exception: what hangs would be waited for.
+            on_late=lambda: os._exit(EXIT_FAILED),
         )
     except asyncio.CancelledError:
         if not signals.is_forced:
