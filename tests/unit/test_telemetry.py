@@ -10,12 +10,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from moonpool.api.v1 import worker_pb2 as pb
 from moonpool.clock import ManualClock
+from moonpool.ids import WorkerId
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.names import MetricKind
 from moonpool.telemetry.otlp import OtlpExport
 from moonpool.telemetry.spans import Span, SpanContext, Tracer, TraceRing
+from moonpool.tiering.breaker import BreakerState
 from moonpool.wire.spans import span_from_pb, span_to_pb
+from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 
 
 def make_tracer(sink: list[Span], clock: ManualClock | None = None) -> Tracer:
@@ -47,6 +50,26 @@ def test_metrics_are_counted_and_rendered() -> None:
     assert 'moonpool_retries_total{reason="worker_lost"} 3.0' in text
     assert "process_resident_memory_bytes" in text
     assert Metrics().value(names.NATS_CONNECTED) == 0
+
+
+def test_label_values_can_be_forgotten() -> None:
+    metrics = Metrics()
+    for store in ("a", "b"):
+        metrics.set(names.KV_OFFLOAD_BREAKER, 1, store=store)
+    metrics.forget(names.KV_OFFLOAD_BREAKER, store="a")
+    text = metrics.render().decode()
+    assert 'store="b"' in text
+    assert 'store="a"' not in text
+
+
+def test_a_worker_tells_of_the_stores_that_there_are() -> None:
+    books = WorkerBooks(Metrics(WORKER_METRICS))
+    for number in range(3):
+        store = WorkerId(f"store-{number}")
+        books.offload(num_waiting=0, num_puts=0, breakers={store: BreakerState.OPEN})
+    lines = books.metrics.render().decode().splitlines()
+    told = [line for line in lines if line.startswith(names.KV_OFFLOAD_BREAKER.name)]
+    assert told == [f'{names.KV_OFFLOAD_BREAKER.name}{{store="store-2"}} 1.0']
 
 
 def test_spans_nest_and_keep_their_times() -> None:

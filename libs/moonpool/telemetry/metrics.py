@@ -39,6 +39,11 @@ class Metrics:
         assert isinstance(instrument, prometheus.Gauge), metric
         instrument.set(value)
 
+    def forget(self, metric: Metric, **labels: str) -> None:
+        """Tell these label values no more, until they are used again."""
+        assert set(labels) == set(metric.labels), (metric.name, labels)
+        self._instruments[metric.name].remove(*(labels[name] for name in metric.labels))
+
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Add one observation to a histogram, in the unit of its name."""
         instrument = self._child(metric, labels)

@@ -105,13 +105,15 @@ class WorkerBooks:
     def offload(
         self, *, num_waiting: int, num_puts: int, breakers: Mapping[WorkerId, BreakerState]
     ) -> None:
-        """Set the gauges; a store that has gone is left alone no longer."""
+        """Set the gauges; of a store that has gone nothing is told any more."""
         metrics = self._metrics
         metrics.set(names.KV_OFFLOAD_CHAINS, num_waiting, state="waiting")
         metrics.set(names.KV_OFFLOAD_CHAINS, num_puts, state="put")
-        self._stores |= breakers.keys()
-        for store in self._stores:
-            is_open = breakers.get(store, BreakerState.CLOSED) is not BreakerState.CLOSED
+        for store in self._stores - breakers.keys():
+            metrics.forget(names.KV_OFFLOAD_BREAKER, store=store)
+        self._stores = set(breakers)
+        for store, state in breakers.items():
+            is_open = state is not BreakerState.CLOSED
             metrics.set(names.KV_OFFLOAD_BREAKER, is_open, store=store)
 
     def refused(self, reason: RefuseReason) -> None:
