@@ -378,13 +378,17 @@ def test_computing_would_be_done_by_now(r: Reader) -> None:
     assert r.done(2, is_ok=False) == [CLOSE, ended(20), record(FetchOutcome.SLOW, 4, 20.0)]
 
 
-def test_what_nobody_can_predict_is_not_waited_for_long() -> None:
+def test_what_nobody_can_predict_goes_on_while_pieces_come() -> None:
     r = Reader(cost=None)
     r.open()
     assert r.machine.next_wakeup() == 0.5
     r.now = 0.4
     r.done(0)
-    assert r.machine.next_wakeup() == 0.5
+    assert r.machine.next_wakeup() == 0.9
+    r.now = 0.8
+    r.done(1)
+    assert r.machine.next_wakeup() == 1.3
+    assert r.at(1.3) == [STOP]
 
 
 # -- ends that come from elsewhere --

@@ -415,8 +415,11 @@ class FetchReads:
             num_cached_tokens=arrival.num_verified_tokens, num_tokens=end
         )
         limit_at = fetch.ticket.begun_at + fetch.plan.limit_s
-        if rest_s is None or self._fetch_config.mode is FetchMode.ALWAYS:
+        if self._fetch_config.mode is FetchMode.ALWAYS:
             fetch.stop_at = limit_at
+            return
+        if rest_s is None:
+            fetch.stop_at = min(limit_at, now + self._fetch_config.blind_s)
             return
         pace_s = max(num_rest_bytes * s_per_byte, 0.0)
         if pace_s > max(rest_s, self._fetch_config.min_pace_s):
