@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from redis.asyncio import Redis
@@ -32,6 +33,9 @@ _DEADLINE_S = 10.0
 _CLUSTER = "test"
 #: Long enough for a loaded machine where a test is not about the limit.
 _CALL_TIMEOUT_S = 1.0
+#: Of records: long where a test is not about their end, short where it waits for that in real time.
+_LONG_S = 30.0
+_SHORT_S = 0.5
 
 
 def record(
@@ -59,39 +63,39 @@ def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lab:
-    """Directories of two nodes, connected, and what makes their records end."""
+    """Directories of two nodes, connected, and what makes the records of the first one end."""
 
     first: Directory
     second: Directory
     let_records_end: Callable[[], Awaitable[None]]
 
 
-async def embedded_lab(stack: AsyncExitStack, run_dir: Path) -> Lab:
+async def embedded_lab(stack: AsyncExitStack, run_dir: Path, life_time_s: float) -> Lab:
     clock = ManualClock()
-    directory = await stack.enter_async_context(EmbeddedDirectory(clock, life_time_s=5.0))
+    directory = await stack.enter_async_context(EmbeddedDirectory(clock, life_time_s=life_time_s))
 
     async def let_records_end() -> None:
-        clock.advance(5.0)
+        clock.advance(life_time_s)
 
     return Lab(first=directory, second=directory, let_records_end=let_records_end)
 
 
-async def redis_lab(stack: AsyncExitStack, run_dir: Path) -> Lab:
+async def redis_lab(stack: AsyncExitStack, run_dir: Path, life_time_s: float) -> Lab:
     server = stack.enter_context(redis_server(run_dir))
     first, second = [
         await stack.enter_async_context(
             RedisDirectory(
-                server.url, cluster=_CLUSTER, life_time_s=0.5, call_timeout_s=_CALL_TIMEOUT_S
+                server.url, cluster=_CLUSTER, life_time_s=one_s, call_timeout_s=_CALL_TIMEOUT_S
             )
         )
-        for _ in range(2)
+        for one_s in (life_time_s, _LONG_S)
     ]
     for directory in (first, second):
         await directory.wait_connected()
 
     async def let_records_end() -> None:
         async def is_empty() -> bool:
-            return await first.read() == RingView()
+            return await second.read() == RingView()
 
         await eventually(is_empty, timeout_s=_DEADLINE_S, what="no record is left")
 
@@ -99,11 +103,18 @@ async def redis_lab(stack: AsyncExitStack, run_dir: Path) -> Lab:
 
 
 @pytest.fixture(params=[embedded_lab, redis_lab], ids=["embedded", "redis"])
-def enter_lab(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Awaitable[Lab]]:
-    return lambda stack: request.param(stack, tmp_path)
+def enter_lab(request: pytest.FixtureRequest, tmp_path: Path) -> EnterLab:
+    async def enter(stack: AsyncExitStack, life_time_s: float = _LONG_S) -> Lab:
+        lab: Lab = await request.param(stack, tmp_path, life_time_s)
+        return lab
+
+    return enter
 
 
-EnterLab = Callable[[AsyncExitStack], Awaitable[Lab]]
+class EnterLab(Protocol):
+    async def __call__(self, stack: AsyncExitStack, life_time_s: float = _LONG_S) -> Lab:
+        """`life_time_s`: of the first node's records."""
+        ...
 
 
 async def test_a_record_is_read_as_it_was_written(enter_lab: EnterLab) -> None:
@@ -153,12 +164,13 @@ async def test_withdrawing_may_come_twice_or_first(enter_lab: EnterLab) -> None:
 
 async def test_a_node_that_falls_silent_is_gone(enter_lab: EnterLab) -> None:
     async with asyncio.timeout(_DEADLINE_S), AsyncExitStack() as stack:
-        lab = await enter_lab(stack)
-        await lab.first.publish(record("store-0"))
+        lab = await enter_lab(stack, _SHORT_S)
+        assert await lab.first.publish(record("store-0"))
         await lab.let_records_end()
         assert await lab.second.read() == RingView()
-        await lab.first.publish(record("store-0"))
-        assert await lab.second.read() == RingView(records=(record("store-0"),))
+        # It is heard again: here of whoever writes records that last.
+        assert await lab.second.publish(record("store-0"))
+        assert await lab.first.read() == RingView(records=(record("store-0"),))
 
 
 async def test_keepers_see_each_other_and_leave(enter_lab: EnterLab) -> None:
@@ -250,7 +262,7 @@ async def test_redis_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         async with (
             asyncio.timeout(_DEADLINE_S),
-            RedisDirectory(server.url, cluster=_CLUSTER) as directory,
+            RedisDirectory(server.url, cluster=_CLUSTER, life_time_s=_LONG_S) as directory,
         ):
             await directory.wait_connected()
             assert await eventually_published(directory, record("store-0"))
@@ -264,8 +276,22 @@ async def test_redis_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
             await directory.wait_connected()
             # What was late is not taken for the answer to this.
             assert await eventually_published(directory, record("store-1"))
-            view = await directory.read()
-            assert view is None or view.members[-1] == record("store-1").member
+            view = await eventually_read(directory)
+            assert view.members[-1] == record("store-1").member
+
+
+async def eventually_read(directory: RedisDirectory) -> RingView:
+    """See `eventually_published`."""
+    views: list[RingView] = []
+
+    async def is_answered() -> bool:
+        await directory.wait_connected()
+        view = await directory.read()
+        views.extend(() if view is None else (view,))
+        return view is not None
+
+    await eventually(is_answered, timeout_s=_DEADLINE_S, what="a view")
+    return views[0]
 
 
 async def eventually_published(directory: RedisDirectory, what: StoreRecord) -> bool:

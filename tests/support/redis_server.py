@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from support.nats_server import die_with_parent, free_port
+from support.nats_server import die_with_parent
 
 _START_TIMEOUT_S = 5.0
 
@@ -26,7 +27,7 @@ def server_path() -> Path:
 
 
 class RedisServer:
-    """One server on loopback that keeps nothing on disk. The port is chosen once.
+    """One server on loopback that keeps nothing on disk. The port is its own while this object lives.
 
     Args:
         options: More of the program's own.
@@ -35,7 +36,13 @@ class RedisServer:
     def __init__(self, run_dir: Path, *, options: Sequence[str] = ()) -> None:
         self._run_dir = run_dir
         self._options = tuple(options)
-        self._port = free_port()
+        # Bound and not listening: nobody else gets the port, the server does, and while it is away nobody
+        # answers there.
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        weakref.finalize(self, holder.close)
+        self._port: int = holder.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
