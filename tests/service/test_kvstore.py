@@ -24,6 +24,7 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import hash_blocks
 from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.routing.worker_view import WorkerRole
+from moonpool.rpc.admin import clear_cache
 from moonpool.store.segment_files import SegmentFiles
 from moonpool.store.segment_log import SegmentLog
 from moonpool.telemetry import names
@@ -34,7 +35,7 @@ from support.eventually import eventually
 from support.nats_server import nats_server
 from support.requests import make_request
 from support.router_client import RouterClient
-from support.segment_log import FaultyFiles
+from support.segment_log import FaultyFiles, flip
 from support.stores import RunningStore, running_store, store_config
 from support.thread_engine import ThreadEngines
 from support.tiny_llama import TinyLlama, write_tiny_llama
@@ -222,6 +223,7 @@ async def test_what_lies_on_disk_outlives_the_store(tmp_path: Path) -> None:
 
 
 async def test_flipped_bytes_on_disk_are_misses(tmp_path: Path) -> None:
+    """Of blocks alone: the scan believes their footers, and only their digests tell."""
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     async with world(tmp_path) as cluster:
@@ -230,15 +232,44 @@ async def test_flipped_bytes_on_disk_are_misses(tmp_path: Path) -> None:
         await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
         await cluster.stop(store)
         (segment,) = ssd.glob("store-0/*/segment-*")
-        data = bytearray(segment.read_bytes())
-        for at in range(len(data) // 2, len(data), 512):
-            data[at] ^= 1
-        segment.write_bytes(data)
+        block_bytes = store.service.shell.hello.regions[0].layout.block_bytes
+        slot_bytes = segment.stat().st_size // NUM_BLOCKS
+        num_sound = NUM_BLOCKS // 2
+        for slot in range(num_sound, NUM_BLOCKS):
+            flip(segment, slot * slot_bytes + block_bytes * slot // NUM_BLOCKS)
 
         again = await cluster.store(ssd_dir=ssd)
+        await report_when(again, "it is found", num_disk_blocks=NUM_BLOCKS)
         _, reader = await cluster.worker("r0")
         first = await answer(reader, SECOND, peer=again.peer(NUM_SHARED))
-        assert first.num_peer_tokens < NUM_SHARED
+        assert first.num_peer_tokens == num_sound * 16
+        await report_when(
+            again,
+            "they are dropped",
+            num_bad_blocks=NUM_BLOCKS - num_sound,
+            num_disk_blocks=num_sound,
+        )
+
+
+async def test_clearing_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    ssd = tmp_path / "ssd"
+    ssd.mkdir()
+    async with world(tmp_path) as cluster:
+        store = await cluster.store(ssd_dir=ssd)
+        await put(cluster, store)
+        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
+        await store.until_quiet()
+        await clear_cache(store.address, key=store.rpc_key, deadline_s=5.0)
+        await report_when(store, "it is forgotten", num_disk_blocks=0, num_host_blocks=0)
+        await eventually(
+            lambda: not list(ssd.glob("store-0/*/segment-*")), timeout_s=10.0, what="it is gone"
+        )
+        await eventually(
+            lambda: store.service.shell.kv.head.count == 0, timeout_s=10.0, what="it is withdrawn"
+        )
+        # And what comes later is kept again.
+        await put(cluster, store, "w1")
+        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("obstacle", ["missing", "a file", "open to others"])
@@ -369,7 +400,7 @@ async def test_a_slow_disk_costs_a_reader_a_second_at_most(tmp_path: Path) -> No
         await put(cluster, store)
         await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
         await cluster.stop(store)
-        slow = await cluster.store(ssd_dir=ssd, failpoints="store.load=delay:1500")
+        slow = await cluster.store(ssd_dir=ssd, failpoints="store.load=delay:5000")
         _, reader = await cluster.worker("r0")
         first = await answer(reader, SECOND, peer=slow.peer(NUM_SHARED))
         assert first.num_peer_tokens == 0
