@@ -43,7 +43,6 @@ from moonpool.tiering.protocol import (
     BlocksLoaded,
     BlocksWritten,
     ClearDisk,
-    DiskContents,
     DiskDropped,
     DropBlocks,
     LoadBlocks,
@@ -55,7 +54,7 @@ from moonpool.tiering.protocol import (
     WriteBlocks,
 )
 from moonpool.tiering.store_core import StoreCore
-from support.store import BLOCK_BYTES, BLOCK_SIZE, attempt, chain, make_config
+from support.store import BLOCK_BYTES, BLOCK_SIZE, attempt, chain, found, make_config
 
 #: Few of them, so that they come again and share beginnings.
 _CHAINS = st.builds(
@@ -355,10 +354,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.say(BlocksWritten(write_id=write.write_id, hashes=tuple(kept)))
 
     @precondition(lambda self: self.untold)
-    @rule(num_blocks=st.integers(1, 4))
-    def tell_contents(self, num_blocks: int) -> None:
+    @rule(num_blocks=st.integers(1, 4), tenant=st.sampled_from(("", *_TENANTS)))
+    def tell_contents(self, num_blocks: int, tenant: str) -> None:
         part, self.untold = self.untold[:num_blocks], self.untold[num_blocks:]
-        self.say(DiskContents(hashes=tuple(h for h in part if h in self.disk)))
+        self.say(found([h for h in part if h in self.disk], tenant))
 
     @precondition(lambda self: self.disk)
     @rule(data=st.data())

@@ -190,15 +190,16 @@ async def test_what_a_worker_computed_outlives_it(tmp_path: Path, transport: str
 async def test_what_lies_on_disk_outlives_the_store(tmp_path: Path) -> None:
     ssd = tmp_path / "ssd"
     ssd.mkdir()
+    quotas = ({"tenant": "default", "floor_bytes": 1024},)
     async with world(tmp_path) as cluster:
-        store = await cluster.store(ssd_dir=ssd)
+        store = await cluster.store(ssd_dir=ssd, tenants=quotas)
         await put(cluster, store)
         report = await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
         assert report.disk is not None
         assert report.disk.written_bytes >= NUM_BLOCKS * report.block_bytes
         await cluster.stop(store)
 
-        again = await cluster.store(ssd_dir=ssd)
+        again = await cluster.store(ssd_dir=ssd, tenants=quotas)
         assert again.key != store.key
         report = await report_when(
             again, "it is found", num_disk_blocks=NUM_BLOCKS, num_host_blocks=0
@@ -209,6 +210,11 @@ async def test_what_lies_on_disk_outlives_the_store(tmp_path: Path) -> None:
         assert first.num_peer_tokens == NUM_SHARED
         stats = (await again.report()).stats
         assert (stats.num_hit_disk_blocks, stats.num_loaded_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
+        # It is still its tenant's.
+        assert [(use.tenant, use.num_blocks) for use in stats.tenants] == [
+            ("", 0),
+            ("default", NUM_BLOCKS),
+        ]
         text = again.service.render_metrics().decode()
         for line in (
             'moonpool_store_hit_blocks_total{tier="disk"} 12.0',

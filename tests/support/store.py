@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from moonpool.core.protocol import (
@@ -19,6 +20,7 @@ from moonpool.tiering.config import StoreConfig
 from moonpool.tiering.protocol import (
     BlocksLoaded,
     BlocksWritten,
+    DiskContents,
     DiskWork,
     LoadBlocks,
     Put,
@@ -28,6 +30,7 @@ from moonpool.tiering.protocol import (
     StoreReply,
     WriteBlocks,
 )
+from moonpool.tiering.shares import tenant_tag
 from moonpool.tiering.store_core import StoreCore
 from support.kv import make_chain
 
@@ -114,6 +117,11 @@ def reserved(number: int, tokens: str, first: int, block_ids: tuple[BlockId, ...
         block_ids=block_ids,
         hashes=chain(tokens),
     )
+
+
+def found(hashes: Sequence[BlockHash], tenant: str = "") -> DiskContents:
+    """The scan has found these, which were written for that tenant."""
+    return DiskContents(hashes=tuple(hashes), tags=(tenant_tag(tenant),) * len(hashes))
 
 
 class Store:

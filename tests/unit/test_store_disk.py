@@ -11,7 +11,6 @@ from moonpool.tiering.config import DiskAdmission
 from moonpool.tiering.protocol import (
     BlocksWritten,
     ClearDisk,
-    DiskContents,
     DiskDropped,
     Pin,
     PinKind,
@@ -22,6 +21,7 @@ from support.store import (
     BLOCK_BYTES,
     Store,
     chain,
+    found,
     ids,
     make_frame,
     removed,
@@ -138,7 +138,7 @@ def test_what_is_on_disk_and_leaves_host_stays_published_until_it_leaves_that_to
 def test_what_the_scan_finds_twice_or_finds_here_is_published_once() -> None:
     store = Store(has_disk=True)
     store.put("ab")
-    frame = store.say(DiskContents(hashes=chain("abc") + chain("c")))
+    frame = store.say(found(chain("abc") + chain("c")))
     assert [event.hashes for event in frame.cache_events] == [chain("abc")[2:] + chain("c")]
     assert store.core.stats(0.0).num_disk_blocks == 4
 
@@ -176,7 +176,7 @@ def test_what_is_being_written_outlives_a_clearing_in_memory_only(kept: str) -> 
 def test_clearing_costs_no_more_for_what_is_on_disk() -> None:
     """What is told does not grow with it."""
     store = Store(has_disk=True)
-    store.say(DiskContents(hashes=tuple(make_chain(range(10_000)))))
+    store.say(found(make_chain(range(10_000))))
     frame = store.say(ClearCache())
     assert frame == make_frame(work=(ClearDisk(),), events=(AllBlocksCleared(),))
 

@@ -10,7 +10,6 @@ from moonpool.tiering.breaker import BreakerConfig, BreakerState
 from moonpool.tiering.protocol import (
     NOT_IN_ARENA,
     BlocksLoaded,
-    DiskContents,
     DiskDropped,
     DropBlocks,
     LoadBlocks,
@@ -21,6 +20,7 @@ from support.store import (
     Store,
     attempt,
     chain,
+    found,
     ids,
     loaded,
     make_frame,
@@ -42,7 +42,7 @@ def _load(load_id: int, tokens: str, first: int, *block_ids: int) -> LoadBlocks:
 def _restarted(tokens: str, num_blocks: int = 8, **changes: object) -> Store:
     """A store that found this chain on its disk."""
     store = Store(num_blocks, has_disk=True, **changes)
-    store.say(DiskContents(hashes=chain(tokens)))
+    store.say(found(chain(tokens)))
     return store
 
 
@@ -68,7 +68,7 @@ def test_a_get_of_nothing_is_told_so() -> None:
 
 def test_what_the_scan_found_is_published_and_loaded_when_it_is_wanted() -> None:
     store = Store(has_disk=True)
-    frame = store.say(DiskContents(hashes=chain("abc")))
+    frame = store.say(found(chain("abc")))
     assert [event.hashes for event in frame.cache_events] == [chain("abc")]
     assert store.lock("abc", 1) == make_frame(
         work=(_load(1, "abc", 0, 0, 1, 2),), referenced=3, locks=1

@@ -32,8 +32,8 @@ from moonpool.handoff.fetch_holder import PrefixHolds
 from moonpool.handoff.fetch_reader import FetchReads
 from moonpool.handoff.messages import PeerPrefix, PrefixOpened, StreamId, with_digests
 from moonpool.ids import BlockHash, BlockId, Incarnation, WorkerId, WorkerKey
-from moonpool.tiering.protocol import DiskContents, LoadBlocks, StoreCommand, StoreFrame
-from support.store import BLOCK_SIZE, Store, attempt, chain, loaded
+from moonpool.tiering.protocol import LoadBlocks, StoreCommand, StoreFrame
+from support.store import BLOCK_SIZE, Store, attempt, chain, found, loaded
 
 _STREAM = StreamId(7)
 _NUM_LAYERS = 2
@@ -143,7 +143,7 @@ class _Pair:
 def _restarted(tokens: str) -> _Node:
     """A node that found a chain on its disk."""
     node = _Node("giver", has_disk=True)
-    node.say(DiskContents(hashes=chain(tokens)))
+    node.say(found(chain(tokens)))
     return node
 
 
@@ -162,7 +162,7 @@ def test_a_store_takes_what_it_lacks_from_another_that_has_it_on_disk() -> None:
 
 def test_the_beginning_of_what_is_read_may_lie_on_disk_only() -> None:
     pair = _Pair(_restarted("abcd"), _Node("taker", has_disk=True))
-    pair.taker.say(DiskContents(hashes=chain("ab")))
+    pair.taker.say(found(chain("ab")))
     wanted = pair.offer("abcd", 1)
     assert wanted is not None
     assert wanted.num_cached_tokens == 2 * BLOCK_SIZE

@@ -5,7 +5,6 @@ from __future__ import annotations
 from moonpool.core.protocol import ClearCache, FetchEnded
 from moonpool.tiering.config import TenantQuota
 from moonpool.tiering.protocol import (
-    DiskContents,
     Pin,
     PinKind,
     Pinned,
@@ -15,7 +14,8 @@ from moonpool.tiering.protocol import (
     TenantUse,
     Unpin,
 )
-from support.store import Store, attempt, chain, make_frame, removed
+from moonpool.tiering.shares import tenant_tag
+from support.store import Store, attempt, chain, found, make_frame, removed
 
 
 def _num_wanted(frame: StoreFrame) -> int:
@@ -79,7 +79,7 @@ def test_on_whose_account_a_block_is_kept() -> None:
     # What is put for the answer is on the same account.
     store.put("mn", tenant=store.core.tenant_of(chain("xy")[1]))
     assert store.core.tenant_of(chain("mn")[1]) == ""
-    store.say(DiskContents(hashes=chain("d")))
+    store.say(found(chain("d")))
     assert store.core.tenant_of(chain("d")[0]) == ""
 
 
@@ -104,13 +104,26 @@ def test_a_tenant_holds_no_more_than_its_limit() -> None:
 
 def test_what_the_scan_found_becomes_its_tenants_when_that_offers_it() -> None:
     store = Store(has_disk=True, tenants=(TenantQuota(tenant="t", floor_blocks=2),))
-    store.say(DiskContents(hashes=chain("ab")))
+    store.say(found(chain("ab")))
     store.get("ab")
     assert store.core.stats(0.0).tenants[1].num_blocks == 0
     assert _num_wanted(store.offer("ab", 1, tenant="t")) == 0
     assert store.core.stats(0.0).tenants[1].num_blocks == 2
     store.put("lmnopqrs", tenant="flood")
     assert store.core.stats(0.0).tenants[1].num_blocks == 2
+
+
+def test_what_the_scan_found_is_whose_it_was() -> None:
+    quotas = (TenantQuota(tenant="t", floor_blocks=2), TenantQuota(tenant="u"))
+    store = Store(has_disk=True, tenants=quotas)
+    assert tenant_tag(store.core.tenant_of(chain("a")[0])) == 0
+    for tenant in ("t", "stranger"):
+        store.say(found(chain("ab"), tenant))
+    assert store.core.tenant_of(chain("ab")[1]) == "t"
+    store.get("ab")
+    assert [use.num_blocks for use in store.core.stats(0.0).tenants] == [0, 2, 0]
+    store.say(found(chain("xy"), "stranger"))
+    assert store.core.tenant_of(chain("x")[0]) == ""
 
 
 def test_blocks_that_are_read_count_and_go_back_when_nothing_comes() -> None:
@@ -185,7 +198,7 @@ def test_nothing_here_is_nothing_pinned() -> None:
 
 def test_what_lies_on_disk_is_pinned_for_when_it_comes() -> None:
     store = Store(num_blocks=4, has_disk=True)
-    store.say(DiskContents(hashes=chain("ab")))
+    store.say(found(chain("ab")))
     assert _pin(store, 1, "ab", PinKind.HARD).replies == (_pinned(1, 2),)
     assert store.get("ab") == 2
     assert _num_wanted(store.offer("wxyz", 1)) == 2

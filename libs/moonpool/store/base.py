@@ -46,7 +46,7 @@ class BlockRecord:
     payload: ByteArray
     #: uint64[num_layers], contiguous: its row of the arena's leaf digests.
     leaves: DigestArray
-    #: 64 bits for the caller, kept with the record and told by `contents`: a tenant's number, say.
+    #: 64 bits for the caller, kept with the record and told by `contents`: whose it is.
     tag: int = 0
 
 

@@ -81,9 +81,9 @@ class Catalogue:
 
     # -- DISK --
 
-    def disk_found(self, hashes: Sequence[BlockHash]) -> None:
+    def disk_found(self, hashes: Sequence[BlockHash], shares: Sequence[Share]) -> None:
         """The scan at the start has found these. In which chains they stand is not known."""
-        new = self.disk.found(hashes)
+        new = self.disk.found(hashes, shares)
         self._events.on_stored([h for h in new if h not in self.host], None)
 
     def disk_dropped(self, hashes: Iterable[BlockHash]) -> int:

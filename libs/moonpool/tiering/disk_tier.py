@@ -25,7 +25,7 @@ from moonpool.ids import BlockHash
 from moonpool.tiering.breaker import Breaker
 from moonpool.tiering.config import DiskAdmission, StoreConfig
 from moonpool.tiering.frequency import FrequencySketch
-from moonpool.tiering.shares import COMMON, Share
+from moonpool.tiering.shares import Share
 from moonpool.tiering.write_budget import WriteBudget
 
 #: Different blocks of which it is remembered how often they were seen, for each block of the arena.
@@ -72,12 +72,14 @@ class DiskTier:
             if owners.get(block_hash, share) != share:
                 owners[block_hash] = share
 
-    def found(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """The scan has found these; those that were not known."""
-        new = [block_hash for block_hash in dict.fromkeys(hashes) if block_hash not in self._owners]
-        for block_hash in new:
-            self._owners[block_hash] = COMMON
-            self._queue.pop(block_hash, None)
+    def found(self, hashes: Sequence[BlockHash], shares: Sequence[Share]) -> list[BlockHash]:
+        """The scan has found these, of these shares; those that were not known."""
+        new: list[BlockHash] = []
+        for block_hash, share in zip(hashes, shares, strict=True):
+            if block_hash not in self._owners:
+                self._owners[block_hash] = share
+                self._queue.pop(block_hash, None)
+                new.append(block_hash)
         return new
 
     def dropped(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:

@@ -138,6 +138,8 @@ class DiskContents:
     """A part of what the scan at the start found, and is there yet; none comes after a ClearCache."""
 
     hashes: tuple[BlockHash, ...]
+    #: Whose each of them is, as it was written: the `tenant_tag` of what StoreCore.tenant_of said then.
+    tags: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

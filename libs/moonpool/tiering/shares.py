@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NewType
 
+import xxhash
+
 from moonpool.tiering.config import TenantQuota
 from moonpool.tiering.protocol import TenantUse
 
@@ -23,6 +25,11 @@ Share = NewType("Share", int)
 
 #: Of tenants without a quota, and of blocks of which nobody knows whose they are.
 COMMON = Share(0)
+
+
+def tenant_tag(tenant: str) -> int:
+    """64 bits that stand for a tenant on disk; 0 for none, and for all those without a quota."""
+    return xxhash.xxh3_64_intdigest(tenant.encode()) if tenant else 0
 
 
 class Shares:
@@ -34,6 +41,7 @@ class Shares:
             quota.tenant: Share(index) for index, quota in enumerate(self._quotas) if index
         }
         assert len(self._by_tenant) == len(quotas), f"a tenant has two quotas: {quotas}"
+        self._by_tag = {tenant_tag(tenant): share for tenant, share in self._by_tenant.items()}
         #: Blocks that are not free, by share.
         self.num_used = [0] * len(self._quotas)
         #: Of these, how many may be evicted.
@@ -44,6 +52,10 @@ class Shares:
 
     def of(self, tenant: str) -> Share:
         return self._by_tenant.get(tenant, COMMON)
+
+    def of_tag(self, tag: int) -> Share:
+        """Of a tenant by its `tenant_tag`."""
+        return self._by_tag.get(tag, COMMON)
 
     def tenant(self, share: Share) -> str:
         """Whose it is; empty: of all those without a quota."""

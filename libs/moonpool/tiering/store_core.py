@@ -135,8 +135,8 @@ class StoreCore:
                 self._gets.loaded(command, now)
             case BlocksWritten():
                 self._on_blocks_written(command, now)
-            case DiskContents(hashes=hashes):
-                self._catalogue.disk_found(hashes)
+            case DiskContents(hashes=hashes, tags=tags):
+                self._catalogue.disk_found(hashes, [self._shares.of_tag(tag) for tag in tags])
             case DiskDropped(hashes=hashes):
                 self._catalogue.num_reclaimed += self._catalogue.disk_dropped(hashes)
             case Pin():

@@ -70,6 +70,7 @@ from moonpool.tiering.protocol import (
     StoreStats,
     WriteBlocks,
 )
+from moonpool.tiering.shares import tenant_tag
 from moonpool.tiering.store_core import StoreCore
 from moonpool.wire.engine_messages import TimedFrame
 from moonpool.wire.store import PutAnswer, PutOffer
@@ -404,7 +405,12 @@ class StoreEngine:
         for part in disk.contents():
             if self._is_cleared:
                 return
-            self.send(DiskContents(hashes=tuple(record.block_hash for record in part)))
+            self.send(
+                DiskContents(
+                    hashes=tuple(record.block_hash for record in part),
+                    tags=tuple(record.tag for record in part),
+                )
+            )
             await asyncio.sleep(0)
 
     async def _load(self, work: LoadBlocks) -> None:
@@ -449,7 +455,10 @@ class StoreEngine:
 
     def _record(self, block_hash: BlockHash, block_id: BlockId) -> BlockRecord:
         return BlockRecord(
-            block_hash=block_hash, payload=self._blocks[block_id], leaves=self._leaves[block_id]
+            block_hash=block_hash,
+            payload=self._blocks[block_id],
+            leaves=self._leaves[block_id],
+            tag=tenant_tag(self._core.tenant_of(block_hash)),
         )
 
     async def _drop(self, work: DropBlocks) -> None:
