@@ -112,7 +112,7 @@ async def run_outlives_itself(lab: FaultLab) -> FaultReport:
     first, *followers = lab.take()
     outcomes, problems = await _lead(lab, first)
     problems += await _restart(lab, STORE)
-    await _clear_workers(lab)
+    problems += await _clear_workers(lab)
     problems += await _known(lab, first)
     outcomes += await lab.client.ask_all(followers)
     report = await lab.cluster.store_report(STORE)
@@ -142,7 +142,7 @@ async def run_store_kills(lab: FaultLab, *, num_kills: int) -> FaultReport:
             problems.append(f"of {num_written} blocks that were written {found} are there again")
         if place.startswith("hold."):
             # What lies on its disk for certain is asked for, and nowhere else.
-            await _clear_workers(lab)
+            problems += await _clear_workers(lab)
             problems += await _known(lab, kept[0])
             earlier = kept
         family = lab.take()
@@ -223,12 +223,19 @@ async def _restart(lab: FaultLab, *names: str) -> list[str]:
     return problems + await lab.settle()
 
 
-async def _clear_workers(lab: FaultLab) -> None:
-    """Have workers forget what they hold, so that they read it."""
+async def _clear_workers(lab: FaultLab) -> list[str]:
+    """Have workers forget what they hold, and the router hear of it, so that they read it."""
     key = load_or_create_secret(lab.cluster.config.data_dir).rpc_key
-    for name in lab.cluster.worker_ids:
-        address = str(lab.cluster.part(name).fact("grpc_address"))
-        await clear_cache(address, key=key, deadline_s=5.0)
+
+    async def is_cleared() -> bool:
+        # Again each time: what a reader has locked is not forgotten.
+        for name in lab.cluster.worker_ids:
+            address = str(lab.cluster.part(name).fact("grpc_address"))
+            await clear_cache(address, key=key, deadline_s=5.0)
+        workers = (await lab.cluster.cache_stats()).workers
+        return all(w.num_published_blocks == 0 for w in workers if w.worker_id != STORE)
+
+    return await within(_KEPT_S, "workers hold nothing", is_cleared)
 
 
 async def _stats(lab: FaultLab) -> StoreStats | None:
