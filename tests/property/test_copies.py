@@ -82,7 +82,7 @@ class Ring:
                         self.chains[store_id].add(take.hashes)
                         source = self.books[take.source.worker_id]
                         source.note_lent(take.hashes, self.now)
-                        source.note_returned(take.hashes, store_id)
+                        source.note_returned(take.hashes, store_id, self.now)
                     book.on_taken(take, is_refused=False)
                 taken += takes
             book.validate()
@@ -273,11 +273,58 @@ def test_only_the_one_that_is_to_take_it_ends_an_ask_and_at_its_end() -> None:
         assert num_asked() == 1
         if reader == "s1":
             # It has not read the whole of it.
-            leaver.note_returned(what[:2], WorkerId(reader))
-            leaver.note_returned((), WorkerId(reader))
+            leaver.note_returned(what[:2], WorkerId(reader), ring.now)
+            leaver.note_returned((), WorkerId(reader), ring.now)
             assert num_asked() == 1
-        leaver.note_returned(what, WorkerId(reader))
+        leaver.note_returned(what, WorkerId(reader), ring.now)
     assert (num_asked(), leaver.is_left(ring.now)) == (0, True)
+
+
+def test_what_waits_for_its_turn_is_asked_for_as_long_as_its_taker_comes() -> None:
+    ring = Ring("s0", "s1")
+    ring.beat()
+    leaver, taker = ring.books[WorkerId("s0")], WorkerId("s1")
+    held = [chain(number) for number in range(20)]
+    for what in reversed(held):
+        leaver.note_kept(what)
+    leaver.leave()
+
+    def asked() -> list[Chain]:
+        record = leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now)
+        leaver.validate()
+        return [copy.hashes for copy in record.copies]
+
+    assert asked() == held
+    # It has the first one already, and needs a while for each of the others.
+    for number in range(1, 18):
+        ring.now += 0.8 * CONFIG.asked_s
+        leaver.note_returned(held[number], taker, ring.now)
+        assert asked() == ([held[0]] if number == 1 else []) + held[number + 1 :]
+    # It comes no more.
+    ring.now += CONFIG.asked_s
+    assert asked() == []
+    assert leaver.is_left(ring.now)
+
+
+def test_a_restart_moves_nothing() -> None:
+    ring = Ring("s0", "s1")
+    ring.beat()
+    old = StoreRecord(member=ring.members[WorkerId("s1")])
+    ring.members[WorkerId("s1")] = StoreMember(
+        key=WorkerKey(WorkerId("s1"), Incarnation("2")), address="s1", since_unix_s=ring.now
+    )
+    for with_old in (True, False):
+        view = RingView.of(StoreRecord(member=member) for member in ring.members.values())
+        if with_old:
+            view = RingView.of([*view.records, old])
+            (ring.members[WorkerId("s1")],) = view.members[1:]
+        for store_id, book in ring.books.items():
+            book.on_view(view)
+            for number in range(100):
+                if ring.home(chain(number)) == store_id:
+                    book.note_lent(chain(number), ring.now)
+            assert book.record(ring.members[store_id], ring.now, ring.now).copies == ()
+        ring.now += 5.0
 
 
 def test_a_copy_is_on_the_account_that_its_chain_is_kept_on() -> None:

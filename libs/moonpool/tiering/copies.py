@@ -10,7 +10,8 @@ Rules
 - A chain that is read here and whose home is elsewhere by now is asked for as well, the ones read fastest
   first: the ring has changed. What nobody reads, or hardly anybody, moves to nobody.
 - A node that leaves asks for what was put or lent last, the latest first, a windowful at a time; for each
-  chain until its taker has come and gone, or for a while. Others may read it meanwhile as they like.
+  chain until its taker has come and gone, or for a while. Others may read it meanwhile as they like. Takers
+  come in order, for a few at a time: as long as one comes for others, what stands behind these is asked for.
 - A few chains are taken at a time, each from the offer to this node's own core until its reading has ended.
   What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
   What its core refused is offered again when the next view comes.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.tiering.homes import home_key, homes_of, ramp_weight
@@ -79,7 +80,7 @@ class TakeChain:
     hashes: tuple[BlockHash, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Asked:
     """A chain that a node that leaves asks others to take."""
 
@@ -136,11 +137,17 @@ class CopyBook:
             num_bytes = len(hashes) * self._config.block_bytes
             self._planner.note_read(home_key(hashes), hashes[:MAX_COPY_BLOCKS], num_bytes, now)
 
-    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerId) -> None:
+    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerId, now: float) -> None:
         """Who was lent these leading blocks of a chain reads them no more."""
-        asked = self._asked.get(hashes[-1]) if hashes else None
-        if asked is not None and reader in asked.takers:
-            del self._asked[hashes[-1]]
+        taken = self._asked.get(hashes[-1]) if hashes else None
+        if taken is None or reader not in taken.takers:
+            return
+        is_behind = False
+        for asked in self._asked.values():
+            if is_behind and reader in asked.takers:
+                asked.ends_at = now + self._config.asked_s
+            is_behind = is_behind or asked is taken
+        del self._asked[hashes[-1]]
 
     def on_view(self, view: RingView) -> None:
         """All nodes' records were read."""
@@ -267,8 +274,8 @@ class CopyBook:
     def _leave_asks(self, weights: dict[WorkerId, float], now: float) -> _Asks:
         """The window of chains that are asked for now."""
         asks = _Asks()
-        for last_hash, asked in list(self._asked.items()):
-            del self._asked[last_hash]
+        before, self._asked = self._asked, {}
+        for asked in before.values():
             if asked.ends_at > now:
                 self._ask_to_take(asked, weights, asks)
         while (chain := self._recent.latest()) is not None:
@@ -282,9 +289,9 @@ class CopyBook:
         return asks
 
     def _ask_to_take(self, asked: _Asked, weights: dict[WorkerId, float], asks: _Asks) -> None:
-        takers = homes_of(weights, home_key(asked.chain), 1)
-        self._asked[asked.chain[-1]] = replace(asked, takers=takers)
-        asks.add(self._ask(CopyKind.MOVE, asked.chain, takers))
+        asked.takers = homes_of(weights, home_key(asked.chain), 1)
+        self._asked[asked.chain[-1]] = asked
+        asks.add(self._ask(CopyKind.MOVE, asked.chain, asked.takers))
 
     def _ask(
         self, kind: CopyKind, hashes: tuple[BlockHash, ...], takers: tuple[WorkerId, ...]

@@ -91,7 +91,7 @@ class Neighbours:
 
     def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerKey) -> None:
         """That reader's stream has ended."""
-        self._book.note_returned(hashes, reader.worker_id)
+        self._book.note_returned(hashes, reader.worker_id, self._clock.now())
         if self._is_leaving:
             self._end_leaving()
             if not self._book.num_asked:
