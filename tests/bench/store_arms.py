@@ -27,8 +27,6 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from store_node import DEADLINE_S, PoolNode, View
-
 from moonpool.config.process import WorkerConfig
 from moonpool.config.schema import TelemetrySettings
 from moonpool.handoff.messages import SourceRef
@@ -36,6 +34,7 @@ from moonpool.ids import BlockHash, BlockId, Incarnation, WorkerId, WorkerKey
 from moonpool.rpc.admin import clear_cache
 from moonpool.service.life import running
 from moonpool.service.log import setup_logging
+from support.pool_node import DEADLINE_S, PoolNode, View
 
 ByteArray = npt.NDArray[np.uint8]
 Settings = dict[str, Any]
