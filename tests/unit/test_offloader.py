@@ -13,13 +13,12 @@ from moonpool.tiering.breaker import BreakerState
 from moonpool.tiering.homes import home_key, home_of
 from moonpool.tiering.live_stores import StoreAnnounced
 from moonpool.tiering.offloader import (
-    DEFAULT_TENANT,
     BeginPut,
     Offloader,
     OffloaderConfig,
     PutOutcome,
 )
-from moonpool.tiering.protocol import PutRefusal
+from moonpool.tiering.protocol import DEFAULT_TENANT, PutRefusal
 from support.kv import make_chain
 
 QUIET_S = 0.25

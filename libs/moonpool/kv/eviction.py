@@ -219,11 +219,12 @@ class AgedLfuEviction:
 
         priority = clock at its last use + num_blocks * min(times found, 4)
 
-    After LFU-DA (Arlitt, Cherkasova, Dilley, Friedrich, Jin, "Evaluating content management techniques for
-    web proxy caches", ACM SIGMETRICS PER 27(4), 2000), where a block enters with the priority at which the
-    last one went: here the clock counts blocks stored (and uses, so that no two are alike). So a find is
-    worth as much as filling the pool once, however large it is, and without finds this is LRU. How often a
-    block was found is remembered for three times the pool after it went; coming again counts as one more.
+    After LFU-DA (Arlitt, Cherkasova, Dilley, Friedrich, Jin, "Evaluating content management techniques
+    for web proxy caches", ACM SIGMETRICS PER 27(4), 2000), where a block enters with the priority at
+    which the last one went: here the clock counts blocks stored (and uses, so that no two are alike). So
+    a find is worth as much as filling the pool once, however large it is, and without finds this is LRU.
+    How often a block was found is remembered for three times the pool after it went; coming again counts
+    as one more.
 
     A block is found at most as often as those before it in its chain, so the order is leaves first.
 

@@ -96,6 +96,7 @@ class SegmentTable:
         return handle
 
     def release(self, handle: Handle) -> None:
+        """End a `hold`; a retired file is closed with the last."""
         handle.num_holders -= 1
         assert handle.num_holders >= 0, handle
         if handle.is_retired and not handle.num_holders:

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 
 class BreakerState(enum.StrEnum):
+    """Whether it is tried: as ever, not at all, or once to see."""
+
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"

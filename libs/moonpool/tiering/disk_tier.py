@@ -126,8 +126,8 @@ class DiskTier:
     def consider(self, chain: Sequence[BlockHash], now: float, first: int = 0) -> None:
         """Queue those blocks of a chain, from the `first` on, that are to be written.
 
-        Each lies in HOST or here; what is only on its way is passed over when its turn comes too soon. Behind a
-        block that is not written, nothing is: a chain is read up to its hole.
+        Each lies in HOST or here; what is only on its way is passed over when its turn comes too soon.
+        Behind a block that is not written, nothing is: a chain is read up to its hole.
         """
         if not self._config.has_disk or (first and not self._is_kept(chain[first - 1])):
             return

@@ -51,10 +51,8 @@ from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, Cach
 from moonpool.tiering.breaker import Breaker, BreakerConfig, BreakerState
 from moonpool.tiering.homes import home_key, home_of
 from moonpool.tiering.live_stores import LiveStores, StoreAnnounced, StoreNode
-from moonpool.tiering.protocol import PutRefusal
+from moonpool.tiering.protocol import DEFAULT_TENANT, PutRefusal
 
-#: Of chains whose first block was not noted: nobody's quota but the common one.
-DEFAULT_TENANT = "default"
 #: Blocks that one tick goes through on its way to the starts of chains: a millisecond's work. What is due
 #: beyond that is looked at in the next tick, which is due at once.
 _BLOCKS_PER_TICK = 8_192

@@ -56,6 +56,8 @@ from moonpool.tiering.breaker import BreakerState
 
 #: In FetchReserved.block_ids: a block before `num_cached_tokens` that lies on disk only. Never read into.
 NOT_IN_ARENA = BlockId(-1)
+#: Whose a chain is of which nobody knows: that of requests that name no tenant.
+DEFAULT_TENANT = "default"
 
 
 class PutRefusal(enum.StrEnum):
@@ -71,6 +73,8 @@ class PutRefusal(enum.StrEnum):
 
 
 class PinKind(enum.StrEnum):
+    """How firmly a block is kept in HOST."""
+
     #: Evicted only when nothing else is left.
     SOFT = "soft"
     #: Not evicted.

@@ -75,6 +75,7 @@ class StoreReport:
 
 
 def put_offer_to_pb(offer: PutOffer) -> pb.PutRequest:
+    """As it is sent; its deadline is rounded up to a millisecond."""
     return pb.PutRequest(
         store=worker_key_to_pb(offer.store),
         tenant=offer.tenant,
@@ -107,6 +108,7 @@ def put_offer_from_pb(message: pb.PutRequest) -> PutOffer:
 
 
 def put_answer_to_pb(answer: PutAnswer) -> pb.PutReply:
+    """As it is sent."""
     return pb.PutReply(
         num_wanted_blocks=answer.num_wanted_blocks,
         refusal=answer.refusal.value if answer.refusal is not None else "",
@@ -127,6 +129,7 @@ def put_answer_from_pb(message: pb.PutReply) -> PutAnswer:
 
 
 def store_report_to_pb(report: StoreReport) -> pb.StoreStatsReply:
+    """As it is sent."""
     stats, disk = report.stats, report.disk
     return pb.StoreStatsReply(
         store=worker_key_to_pb(report.store),

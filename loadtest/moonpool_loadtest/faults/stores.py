@@ -1,8 +1,8 @@
 """Faults of a store: what it keeps outlives workers and itself, and its death costs nobody a token.
 
-One or two workers with pools so small that requests push each other out, and one store with a disk. Requests come
-in families with one prefix. Each scenario leaves the cluster whole and quiet, and one row in the lab's
-reports.
+One or two workers with pools so small that requests push each other out, and one store with a disk.
+Requests come in families with one prefix. Each scenario leaves the cluster whole and quiet, and one row
+in the lab's reports.
 """
 
 from __future__ import annotations

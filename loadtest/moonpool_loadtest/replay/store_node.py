@@ -81,6 +81,7 @@ class StoreNode:
         self._tell(UnlockPrefix(read_id=read_id))
 
     def end_fetch(self, ended: FetchEnded) -> None:
+        """What a put brings is read."""
         put = self._puts.pop(ended.attempt_id)
         num_tokens = ended.num_tokens - put.num_cached_tokens
         self._tally.num_put_blocks += num_tokens // BLOCK_TOKENS

@@ -1,4 +1,7 @@
-"""WorkerNode: a worker's core and its offers to stores, under virtual time. No model: steps only take time."""
+"""WorkerNode: a worker's core and its offers to stores, under virtual time.
+
+There is no model: steps only take time.
+"""
 
 from __future__ import annotations
 
