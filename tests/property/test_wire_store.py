@@ -14,19 +14,28 @@ from moonpool.api.v1 import store_pb2 as pb
 from moonpool.handoff.messages import SourceRef
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
 from moonpool.tiering.breaker import BreakerState
-from moonpool.tiering.protocol import PutRefusal, StoreStats, TenantUse
+from moonpool.tiering.protocol import PinKind, PutRefusal, StoreStats, TenantUse
 from moonpool.wire.fields import InvalidMessageError
 from moonpool.wire.store import (
     DiskReport,
+    PinAnswer,
+    PinChain,
     PutAnswer,
     PutOffer,
     StoreReport,
+    UnpinChain,
+    pin_answer_from_pb,
+    pin_answer_to_pb,
+    pin_chain_from_pb,
+    pin_chain_to_pb,
     put_answer_from_pb,
     put_answer_to_pb,
     put_offer_from_pb,
     put_offer_to_pb,
     store_report_from_pb,
     store_report_to_pb,
+    unpin_chain_from_pb,
+    unpin_chain_to_pb,
 )
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -129,6 +138,34 @@ def test_an_offer_comes_back(offer: PutOffer) -> None:
 @given(answers)
 def test_an_answer_comes_back(answer: PutAnswer) -> None:
     assert put_answer_from_pb(over_the_wire(put_answer_to_pb(answer))) == answer
+
+
+@given(
+    st.builds(
+        PinChain,
+        store=keys,
+        kind=st.sampled_from(PinKind),
+        hashes=chains,
+        ttl_s=st.integers(1, 86_400_000).map(lambda ms: ms / 1_000),
+    ),
+    st.builds(PinAnswer, pin_id=counts, num_blocks=st.integers(0, 2**20)),
+    st.builds(UnpinChain, store=keys, pin_id=counts),
+)
+def test_a_pin_comes_back(pin: PinChain, answer: PinAnswer, unpin: UnpinChain) -> None:
+    assert pin_chain_from_pb(over_the_wire(pin_chain_to_pb(pin))) == pin
+    assert pin_answer_from_pb(over_the_wire(pin_answer_to_pb(answer))) == answer
+    assert unpin_chain_from_pb(over_the_wire(unpin_chain_to_pb(unpin))) == unpin
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kind", "firm"), ("ttl_ms", 0), ("ttl_ms", 86_400_001), ("hashes", [b"x"]), ("hashes", [])],
+)
+def test_a_bad_pin_is_named(field: str, value: object) -> None:
+    values = {"hashes": [bytes(32)], "kind": "hard", "ttl_ms": 1_000} | {field: value}
+    message = pb.PinRequest(store=offer_pb().store, **values)
+    with pytest.raises(InvalidMessageError, match=field):
+        pin_chain_from_pb(message)
 
 
 @given(reports())

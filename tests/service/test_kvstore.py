@@ -7,6 +7,7 @@ import errno
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from moonpool.kv.block_hash import hash_blocks
 from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.admin import clear_cache
+from moonpool.rpc.channel import open_channel
+from moonpool.rpc.metadata import call_metadata
+from moonpool.rpc.store import pin_blocks, unpin_blocks
 from moonpool.store.segment_files import SegmentFiles
 from moonpool.store.segment_log import SegmentLog
 from moonpool.telemetry import names
-from moonpool.tiering.protocol import PutRefusal
-from moonpool.wire.store import PutAnswer, StoreReport
+from moonpool.tiering.protocol import PinKind, PutRefusal
+from moonpool.wire.store import PinChain, PutAnswer, StoreReport, UnpinChain
 from moonpool_kvstore.service import OpenLog
 from support.eventually import eventually
 from support.nats_server import nats_server
@@ -363,6 +367,32 @@ async def test_offers_that_make_no_sense(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="tenant"):
             await store.offer(chain, client.source, tenant="")
         assert (await store.report()).stats.num_puts == 0
+
+
+async def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    async with world(tmp_path) as cluster:
+        store = await cluster.store()
+        await put(cluster, store)
+        chain = cluster.chain(store)
+        metadata = call_metadata(key=store.rpc_key)
+        pin = PinChain(store=store.key, kind=PinKind.HARD, hashes=chain, ttl_s=60.0)
+        async with open_channel(store.address) as channel:
+            answer = await pin_blocks(channel, pin, metadata=metadata, timeout_s=5.0)
+            assert answer.num_blocks == NUM_BLOCKS
+            other = replace(pin, hashes=(chain[1],))
+            assert (
+                await pin_blocks(channel, other, metadata=metadata, timeout_s=5.0)
+            ).num_blocks == 1
+            assert (await store.report()).stats.num_pinned_blocks == NUM_BLOCKS
+            ghost = WorkerKey(store.key.worker_id, Incarnation("0" * 16))
+            with pytest.raises(FailedPreconditionError, match="This is store-0"):
+                await pin_blocks(
+                    channel, replace(pin, store=ghost), metadata=metadata, timeout_s=5.0
+                )
+            unpin = UnpinChain(store=store.key, pin_id=answer.pin_id)
+            for _ in range(2):
+                await unpin_blocks(channel, unpin, metadata=metadata, timeout_s=5.0)
+            await report_when(store, "only the other pin is left", num_pinned_blocks=1)
 
 
 async def test_sources_that_fail(tmp_path: Path) -> None:

@@ -190,6 +190,19 @@ def test_a_pin_number_that_comes_twice_is_one_pin() -> None:
     assert _pin(store, 1, "ab", PinKind.HARD).replies == ()
 
 
+def test_pins_are_bounded() -> None:
+    store = Store(is_checked=False)
+    store.put("a")
+    for pin_id in range(4_096):
+        _pin(store, pin_id, "a", PinKind.SOFT)
+    assert _pin(store, 5_000, "a", PinKind.SOFT).replies == (_pinned(5_000, 0),)
+    store.say(Unpin(pin_id=7))
+    assert _pin(store, 5_001, "a", PinKind.SOFT).replies == (_pinned(5_001, 1),)
+    store.say(*(Unpin(pin_id=pin_id) for pin_id in range(4_096)))
+    store.core.validate()
+    assert store.core.stats(0.0).num_pinned_blocks == 1
+
+
 def test_nothing_here_is_nothing_pinned() -> None:
     store = Store()
     assert _pin(store, 1, "ab", PinKind.SOFT).replies == (_pinned(1, 0),)

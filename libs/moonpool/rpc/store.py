@@ -1,4 +1,4 @@
-"""Questions to a store node, and offers to it."""
+"""Questions to a store node, offers to it, and pins of what it holds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from moonpool.rpc.calls import call
 from moonpool.rpc.channel import open_channel
 from moonpool.rpc.metadata import Metadata, call_metadata
 from moonpool.wire.store import (
+    PinAnswer,
+    PinChain,
     PutAnswer,
     PutOffer,
     StoreReport,
+    UnpinChain,
+    pin_answer_from_pb,
+    pin_chain_to_pb,
     put_answer_from_pb,
     put_offer_to_pb,
     store_report_from_pb,
+    unpin_chain_to_pb,
 )
 
 
@@ -44,6 +50,47 @@ async def offer_blocks(
         metadata=metadata,
     )
     return put_answer_from_pb(reply)
+
+
+async def pin_blocks(
+    channel: grpc.aio.Channel, pin: PinChain, *, metadata: Metadata, timeout_s: float
+) -> PinAnswer:
+    """Have a store keep a chain in its memory, as far as it lies there.
+
+    If this raises, blocks may be pinned all the same, until their time is over.
+
+    Raises:
+        MoonpoolError: It did not answer, is another incarnation, or answers nonsense.
+    """
+    stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+    reply = await call(
+        stub.Pin,
+        pin_chain_to_pb(pin),
+        pb.PinReply,
+        peer=str(pin.store),
+        deadline_s=timeout_s,
+        metadata=metadata,
+    )
+    return pin_answer_from_pb(reply)
+
+
+async def unpin_blocks(
+    channel: grpc.aio.Channel, unpin: UnpinChain, *, metadata: Metadata, timeout_s: float
+) -> None:
+    """End a pin, which may have ended.
+
+    Raises:
+        MoonpoolError: It did not answer, or is another incarnation.
+    """
+    stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+    await call(
+        stub.Unpin,
+        unpin_chain_to_pb(unpin),
+        pb.UnpinReply,
+        peer=str(unpin.store),
+        deadline_s=timeout_s,
+        metadata=metadata,
+    )
 
 
 async def fetch_store_report(address: str, *, key: str, deadline_s: float) -> StoreReport:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from moonpool.ids import BlockHash
 from moonpool.tiering.protocol import PinKind
 
+#: Ends of pins that are gone are forgotten when there are more, and more than there are pins.
+_MAX_STALE_ENDS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pin:
@@ -37,9 +40,9 @@ class Pins:
         #: (end_at, pin id) of all pins, and of some that are gone.
         self._ends: list[tuple[float, int]] = []
 
-    def __bool__(self) -> bool:
-        """Whether anything is pinned."""
-        return bool(self._pins)
+    def __len__(self) -> int:
+        """Pins there are."""
+        return len(self._pins)
 
     def __contains__(self, pin_id: int) -> bool:
         return pin_id in self._pins
@@ -81,6 +84,9 @@ class Pins:
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return ()
+        if len(self._ends) > 2 * len(self._pins) + _MAX_STALE_ENDS:
+            self._ends = [end for end in self._ends if end[1] in self._pins]
+            heapq.heapify(self._ends)
         counts = self._counts[pin.kind]
         for block_hash in pin.hashes:
             counts[block_hash] -= 1
@@ -115,3 +121,4 @@ class Pins:
             assert named == counts, (kind, named, counts)
         assert len(self._counts[PinKind.HARD]) <= self._max_hard_blocks
         assert set(self._pins) <= {pin_id for _, pin_id in self._ends}
+        assert len(self._ends) <= 2 * len(self._pins) + _MAX_STALE_ENDS

@@ -77,6 +77,8 @@ from moonpool.tiering.shares import Shares
 
 #: Blocks evicted ahead of need with one command: under a millisecond or two.
 _MAX_SPARED = 512
+#: Pins at a time; more are answered with 0 blocks.
+_MAX_PINS = 4_096
 
 
 class StoreCore:
@@ -247,11 +249,10 @@ class StoreCore:
         if command.pin_id in self._pins:
             return
         num_here = 0
-        while num_here < len(command.hashes) and command.hashes[num_here] in self._catalogue:
+        chain = command.hashes if len(self._pins) < _MAX_PINS else ()
+        while num_here < len(chain) and chain[num_here] in self._catalogue:
             num_here += 1
-        pinned = self._pins.add(
-            command.pin_id, command.kind, command.hashes[:num_here], now + command.ttl_s
-        )
+        pinned = self._pins.add(command.pin_id, command.kind, chain[:num_here], now + command.ttl_s)
         self._host.pins_changed(pinned)
         self._frame.tell(Pinned(pin_id=command.pin_id, num_blocks=len(pinned)))
 

@@ -1,24 +1,28 @@
-"""A store node's own service <-> protobuf: offers of blocks, and what the node says of its tiers."""
+"""A store node's own service <-> protobuf: offers of blocks, pins, and what the node says of its tiers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.api.v1 import store_pb2 as pb
 from moonpool.handoff.messages import SourceRef
 from moonpool.ids import BlockHash, WorkerKey
 from moonpool.tiering.breaker import BreakerState
-from moonpool.tiering.protocol import PutRefusal, StoreStats, TenantUse
+from moonpool.tiering.protocol import PinKind, PutRefusal, StoreStats, TenantUse
 from moonpool.wire.fields import MAX_TOKENS, between, invalid, known, name, text
 from moonpool.wire.prefix_read import HASH_BYTES
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 
 #: Beyond it a put is no put any more.
 MAX_DEADLINE_S = 600.0
+#: Whoever wants longer asks again.
+MAX_PIN_S = 86_400.0
 
 _MAX_TENANTS = 1_024
 _REFUSALS = {reason.value: reason for reason in PutRefusal}
+_PIN_KINDS = {kind.value: kind for kind in PinKind}
 _BREAKERS = {state.value: state for state in BreakerState}
 
 
@@ -44,6 +48,35 @@ class PutAnswer:
     #: Blocks that will be read; 0 if it has them all, or refuses.
     num_wanted_blocks: int
     refusal: PutRefusal | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinChain:
+    """Somebody wants the leading run of a chain that lies in a store kept in its memory."""
+
+    #: Who is meant.
+    store: WorkerKey
+    kind: PinKind
+    #: The chain from its start.
+    hashes: tuple[BlockHash, ...]
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinAnswer:
+    """What was pinned."""
+
+    pin_id: int
+    #: Of the chain; 0: none lies there, or too much is pinned.
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpinChain:
+    """Nobody wants that any more."""
+
+    store: WorkerKey
+    pin_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +121,27 @@ def put_offer_to_pb(offer: PutOffer) -> pb.PutRequest:
 
 def put_offer_from_pb(message: pb.PutRequest) -> PutOffer:
     """Raises InvalidMessageError."""
-    if not 1 <= len(message.hashes) <= MAX_TOKENS:
-        raise invalid("hashes", f"are {len(message.hashes)}; allowed is 1 to {MAX_TOKENS}")
-    if any(len(value) != HASH_BYTES for value in message.hashes):
-        raise invalid("hashes", f"has one that is not {HASH_BYTES} bytes long")
     deadline_ms = between(
         message.deadline_ms, "deadline_ms", low=1, high=round(MAX_DEADLINE_S * 1_000)
     )
     return PutOffer(
         store=worker_key_from_pb(message.store, "store"),
         tenant=name(message.tenant, "tenant"),
-        hashes=tuple(map(BlockHash, message.hashes)),
+        hashes=_chain(message.hashes),
         source=SourceRef(
             key=worker_key_from_pb(message.source, "source"),
             address=name(message.source_address, "source_address"),
         ),
         deadline_s=deadline_ms / 1_000,
     )
+
+
+def _chain(values: Sequence[bytes]) -> tuple[BlockHash, ...]:
+    if not 1 <= len(values) <= MAX_TOKENS:
+        raise invalid("hashes", f"are {len(values)}; allowed is 1 to {MAX_TOKENS}")
+    if any(len(value) != HASH_BYTES for value in values):
+        raise invalid("hashes", f"has one that is not {HASH_BYTES} bytes long")
+    return tuple(map(BlockHash, values))
 
 
 def put_answer_to_pb(answer: PutAnswer) -> pb.PutReply:
@@ -126,6 +163,50 @@ def put_answer_from_pb(message: pb.PutReply) -> PutAnswer:
         ),
         refusal=refusal,
     )
+
+
+def pin_chain_to_pb(pin: PinChain) -> pb.PinRequest:
+    """As it is sent; its time is rounded up to a millisecond."""
+    return pb.PinRequest(
+        store=worker_key_to_pb(pin.store),
+        hashes=pin.hashes,
+        kind=pin.kind.value,
+        ttl_ms=max(1, math.ceil(pin.ttl_s * 1_000)),
+    )
+
+
+def pin_chain_from_pb(message: pb.PinRequest) -> PinChain:
+    """Raises InvalidMessageError."""
+    ttl_ms = between(message.ttl_ms, "ttl_ms", low=1, high=round(MAX_PIN_S * 1_000))
+    return PinChain(
+        store=worker_key_from_pb(message.store, "store"),
+        kind=known(_PIN_KINDS, message.kind, "kind"),
+        hashes=_chain(message.hashes),
+        ttl_s=ttl_ms / 1_000,
+    )
+
+
+def pin_answer_to_pb(answer: PinAnswer) -> pb.PinReply:
+    """As it is sent."""
+    return pb.PinReply(pin_id=answer.pin_id, num_blocks=answer.num_blocks)
+
+
+def pin_answer_from_pb(message: pb.PinReply) -> PinAnswer:
+    """Raises InvalidMessageError."""
+    return PinAnswer(
+        pin_id=message.pin_id,
+        num_blocks=between(message.num_blocks, "num_blocks", low=0, high=MAX_TOKENS),
+    )
+
+
+def unpin_chain_to_pb(unpin: UnpinChain) -> pb.UnpinRequest:
+    """As it is sent."""
+    return pb.UnpinRequest(store=worker_key_to_pb(unpin.store), pin_id=unpin.pin_id)
+
+
+def unpin_chain_from_pb(message: pb.UnpinRequest) -> UnpinChain:
+    """Raises InvalidMessageError."""
+    return UnpinChain(store=worker_key_from_pb(message.store, "store"), pin_id=message.pin_id)
 
 
 def store_report_to_pb(report: StoreReport) -> pb.StoreStatsReply:

@@ -62,6 +62,7 @@ from moonpool.tiering.protocol import (
     DiskWork,
     DropBlocks,
     LoadBlocks,
+    Pin,
     Pinned,
     Put,
     PutAnswered,
@@ -73,7 +74,7 @@ from moonpool.tiering.protocol import (
 from moonpool.tiering.shares import tenant_tag
 from moonpool.tiering.store_core import StoreCore
 from moonpool.wire.engine_messages import TimedFrame
-from moonpool.wire.store import PutAnswer, PutOffer
+from moonpool.wire.store import PinAnswer, PinChain, PutAnswer, PutOffer
 
 log = structlog.get_logger("moonpool.store")
 
@@ -162,6 +163,9 @@ class StoreEngine:
         self._puts: dict[AttemptId, _Put] = {}
         self._put_numbers = itertools.count(1)
         self._num_late_puts = 0
+        #: How many blocks are pinned, by the pin that asks.
+        self._pinning: dict[int, asyncio.Future[int]] = {}
+        self._pin_numbers = itertools.count(1)
         self._watcher: ChainWatcher | None = None
         #: When a disk that a failpoint limits can take the next load.
         self._disk_free_at = 0.0
@@ -192,6 +196,9 @@ class StoreEngine:
                     put.timer.cancel()
                 if not put.answered.done():
                     put.answered.set_exception(_not_ready())
+            for answered in self._pinning.values():
+                if not answered.done():
+                    answered.set_exception(_not_ready())
                 put.ended.set()
 
     async def wait_running(self) -> None:
@@ -242,6 +249,22 @@ class StoreEngine:
     def tenant_of(self, block_hash: BlockHash) -> str:
         """On whose account a block is kept; see StoreCore.tenant_of."""
         return self._core.tenant_of(block_hash)
+
+    async def pin(self, pin: PinChain) -> PinAnswer:
+        """Keep a chain in memory, as far as it lies here.
+
+        Raises:
+            UnavailableError: This node stops.
+        """
+        if self._tasks is None:
+            raise _not_ready()
+        pin_id = next(self._pin_numbers)
+        answered = self._pinning[pin_id] = self._loop.create_future()
+        self.send(Pin(pin_id=pin_id, kind=pin.kind, hashes=pin.hashes, ttl_s=pin.ttl_s))
+        try:
+            return PinAnswer(pin_id=pin_id, num_blocks=await answered)
+        finally:
+            del self._pinning[pin_id]
 
     def on_disk_dropped(self, hashes: Sequence[BlockHash], reason: DropReason) -> None:
         """The log has dropped blocks by itself."""
@@ -297,6 +320,7 @@ class StoreEngine:
                 self._on_put_answered(reply)
                 continue
             if isinstance(reply, Pinned):
+                self._on_pinned(reply)
                 continue
             if isinstance(reply, FetchReserved):
                 self._begin_reading(reply)
@@ -315,6 +339,11 @@ class StoreEngine:
         )
         for work in frame.disk_work:
             self._begin_disk_work(work)
+
+    def _on_pinned(self, reply: Pinned) -> None:
+        answered = self._pinning.get(reply.pin_id)
+        if answered is not None and not answered.done():
+            answered.set_result(reply.num_blocks)
 
     # -- puts --
 

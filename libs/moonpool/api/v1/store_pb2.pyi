@@ -144,3 +144,35 @@ class StoreStatsReply(_message.Message):
     refused_puts: _containers.RepeatedCompositeFieldContainer[RefusedPuts]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
     def __init__(self, store: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., block_bytes: _Optional[int] = ..., host: _Optional[_Union[HostTier, _Mapping]] = ..., disk: _Optional[_Union[DiskTier, _Mapping]] = ..., problem: _Optional[str] = ..., num_gets: _Optional[int] = ..., num_missed_gets: _Optional[int] = ..., num_short_gets: _Optional[int] = ..., num_puts: _Optional[int] = ..., num_put_blocks: _Optional[int] = ..., num_known_puts: _Optional[int] = ..., num_expired_puts: _Optional[int] = ..., refused_puts: _Optional[_Iterable[_Union[RefusedPuts, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("store", "hashes", "kind", "ttl_ms")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    store: _request_pb2.WorkerKey
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    kind: str
+    ttl_ms: int
+    def __init__(self, store: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., hashes: _Optional[_Iterable[bytes]] = ..., kind: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("pin_id", "num_blocks")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    pin_id: int
+    num_blocks: int
+    def __init__(self, pin_id: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("store", "pin_id")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    store: _request_pb2.WorkerKey
+    pin_id: int
+    def __init__(self, store: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., pin_id: _Optional[int] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

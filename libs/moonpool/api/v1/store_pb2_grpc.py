@@ -39,6 +39,16 @@ class StoreStub:
                 request_serializer=moonpool_dot_api_dot_v1_dot_store__pb2.PutRequest.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_store__pb2.PutReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/moonpool.api.v1.Store/Pin',
+                request_serializer=moonpool_dot_api_dot_v1_dot_store__pb2.PinRequest.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_store__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/moonpool.api.v1.Store/Unpin',
+                request_serializer=moonpool_dot_api_dot_v1_dot_store__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=moonpool_dot_api_dot_v1_dot_store__pb2.UnpinReply.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/moonpool.api.v1.Store/Stats',
                 request_serializer=moonpool_dot_api_dot_v1_dot_store__pb2.StoreStatsRequest.SerializeToString,
@@ -51,6 +61,19 @@ class StoreServicer:
 
     def Put(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Also of a pin that has ended.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -68,6 +91,16 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Put,
                     request_deserializer=moonpool_dot_api_dot_v1_dot_store__pb2.PutRequest.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_store__pb2.PutReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_store__pb2.PinRequest.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_store__pb2.PinReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=moonpool_dot_api_dot_v1_dot_store__pb2.UnpinRequest.FromString,
+                    response_serializer=moonpool_dot_api_dot_v1_dot_store__pb2.UnpinReply.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -102,6 +135,60 @@ class Store:
             '/moonpool.api.v1.Store/Put',
             moonpool_dot_api_dot_v1_dot_store__pb2.PutRequest.SerializeToString,
             moonpool_dot_api_dot_v1_dot_store__pb2.PutReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.api.v1.Store/Pin',
+            moonpool_dot_api_dot_v1_dot_store__pb2.PinRequest.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_store__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.api.v1.Store/Unpin',
+            moonpool_dot_api_dot_v1_dot_store__pb2.UnpinRequest.SerializeToString,
+            moonpool_dot_api_dot_v1_dot_store__pb2.UnpinReply.FromString,
             options,
             channel_credentials,
             insecure,
