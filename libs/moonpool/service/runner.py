@@ -7,6 +7,7 @@ FORCE_TIMEOUT_S; a third ends it at once. So does a stop whose last step is late
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import uvloop
 
 from moonpool.config.schema import TelemetrySettings
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.service.life import Life, Service, StopPolicy, serve
+from moonpool.service.life import Life, ReadyFacts, Service, StopPolicy, serve
 from moonpool.service.log import setup_logging
 from moonpool.service.ready import notify_ready
 
@@ -65,7 +66,7 @@ async def _live(service: Service, policy: StopPolicy) -> int:
             service,
             policy=policy,
             on_life=signals.watch,
-            on_ready=lambda facts: notify_ready(service.name, facts),
+            on_ready=lambda facts: _on_ready(service.name, facts),
             # Not by an exception: what hangs would be waited for.
             on_late=lambda: os._exit(EXIT_FAILED),
         )
@@ -78,6 +79,13 @@ async def _live(service: Service, policy: StopPolicy) -> int:
         _log_failure(error)
         return EXIT_CONFIG if _is_config(error) else EXIT_FAILED
     return EXIT_OK
+
+
+def _on_ready(name: str, facts: ReadyFacts) -> None:
+    # What is loaded stays: a collection that walks through it would hold up the loop.
+    gc.collect()
+    gc.freeze()
+    notify_ready(name, facts)
 
 
 class _Signals:
