@@ -93,6 +93,7 @@ class PoolNode:
         self._fetched: asyncio.Future[int] | None = None
         self._channel: grpc.aio.Channel | None = None
         self._arena: ReadOnlyRegion | None = None
+        self._namespace = ""
 
     # -- Service --
 
@@ -117,6 +118,7 @@ class PoolNode:
         parts.memory.seal()
         await node.serve(life, parts)
         self._parts = parts
+        self._namespace = handoff_fingerprint(hello.namespace, secret.value)
         return parts.facts
 
     async def announce_drain(self) -> None:
@@ -220,7 +222,7 @@ class PoolNode:
     async def view(self, store: SourceRef, hashes: tuple[BlockHash, ...]) -> View:
         """Borrow a chain without a copy. The caller closes the view."""
         assert self._arena is not None, "map_arena comes first"
-        hello, secret = self.shell.hello, self.parts.secret
+        secret = self.parts.secret
         attempt_id = AttemptId(RequestId(f"view-{next(self._numbers)}"), 1)
         peer = await self.shell.peers.get(store)
         call = peer.stub.ReadPrefix(metadata=call_metadata(key=secret.rpc_key), timeout=DEADLINE_S)
@@ -231,7 +233,7 @@ class PoolNode:
                     attempt_id=attempt_id,
                     reader=self.parts.key,
                     holder=store.key,
-                    namespace=handoff_fingerprint(hello.namespace, secret.value),
+                    namespace=self._namespace,
                     secret_fingerprint=secret.fingerprint,
                     hashes=hashes,
                     first=0,
