@@ -31,9 +31,9 @@ MIN_WEIGHT = 0.05
 _NUM_BITS = 52
 
 
-def home_key(hashes: Sequence[BlockHash]) -> BlockHash:
+def home_key(hashes: Sequence[BlockHash], home_blocks: int = HOME_BLOCKS) -> BlockHash:
     """The hash that decides a chain's home. Requires at least one block."""
-    return hashes[min(len(hashes), HOME_BLOCKS) - 1]
+    return hashes[min(len(hashes), home_blocks) - 1]
 
 
 def home_of(weights: Mapping[WorkerId, float], key: BlockHash) -> WorkerId | None:

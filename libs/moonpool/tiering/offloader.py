@@ -49,7 +49,7 @@ from operator import itemgetter
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from moonpool.tiering.breaker import Breaker, BreakerConfig, BreakerState
-from moonpool.tiering.homes import home_key, home_of
+from moonpool.tiering.homes import HOME_BLOCKS, home_key, home_of
 from moonpool.tiering.live_stores import LiveStores, StoreAnnounced, StoreNode
 from moonpool.tiering.protocol import DEFAULT_TENANT, PutRefusal
 
@@ -87,12 +87,15 @@ class OffloaderConfig:
     max_roots: int = 65_536
     #: Until a store that has joined has its whole share of the chains.
     ramp_s: float = 60.0
+    #: Blocks of a chain's beginning that decide its home; all nodes of a cluster agree on it.
+    home_blocks: int = HOME_BLOCKS
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.quiet_s <= self.max_wait_s, self
         assert 1 <= self.max_puts_per_store <= self.max_puts, self
         assert min(self.max_attempts, self.max_asks, self.max_fresh, self.max_roots) >= 1, self
+        assert self.home_blocks >= 1, self
         assert self.min_blocks >= 1, self
         assert min(self.retry_s, self.read_s, self.busy_s, self.ramp_s) > 0.0, self
 
@@ -307,7 +310,7 @@ class Offloader:
                 break
             fresh = self._fresh[tip]
             if fresh.home_key is None:
-                fresh.home_key = home_key(self._chain(tip))
+                fresh.home_key = home_key(self._chain(tip), self._config.home_blocks)
             store = self._store(weights, fresh.home_key)
             if tip in store.held:
                 del self._fresh[tip]
@@ -517,7 +520,7 @@ class Offloader:
         while self._stale and not self._puts and self._num_blocks_left > 0:
             tip, _ = self._stale.popitem(last=False)
             chain = self._chain(tip)
-            store = self._store(weights, home_key(chain))
+            store = self._store(weights, home_key(chain, self._config.home_blocks))
             if tip in store.held:
                 continue
             if self._ready_at(store, now) > now:

@@ -29,13 +29,18 @@ from moonpool.handoff.messages import DecodeRequest
 from moonpool.ids import AttemptId, BlockHash, WorkerKey
 from moonpool.kv.published_set import EventBatch, PublishedSet
 from moonpool.routing.worker_view import WorkerLoad
+from moonpool.tiering.homes import HOME_BLOCKS
 from moonpool.tiering.live_stores import StoreAnnounced
-from moonpool.tiering.offloader import BeginPut, Offloader
+from moonpool.tiering.offloader import BeginPut, Offloader, OffloaderConfig
 from moonpool.tiering.protocol import PutAnswered
 from moonpool_loadtest.replay.pace import Pace, Tally
 from moonpool_loadtest.replay.prefix_reads import PrefixReads
 from moonpool_loadtest.replay.store_node import StoreNode
+from moonpool_loadtest.replay.trace import SCALE
 from moonpool_loadtest.replay.virtual_time import NEVER_S, Alarm, VirtualTime
+
+#: As many tokens of the unscaled trace as in the product.
+_HOME_BLOCKS = HOME_BLOCKS // SCALE
 
 RouterReply = TokensReady | Refused | HandedBack
 
@@ -78,7 +83,7 @@ class WorkerNode:
         self._plan: StepPlan | None = None
         #: Who was named for attempts that have not drawn a token.
         self._peers: dict[AttemptId, WorkerKey] = {}
-        self._offloader = Offloader()
+        self._offloader = Offloader(OffloaderConfig(home_blocks=_HOME_BLOCKS))
         self._offers = Alarm(time, self._offer)
         self._offloader.on_bus_changed(True, time.now)
         for store in stores:
