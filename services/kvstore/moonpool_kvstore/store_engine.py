@@ -196,10 +196,10 @@ class StoreEngine:
                     put.timer.cancel()
                 if not put.answered.done():
                     put.answered.set_exception(_not_ready())
+                put.ended.set()
             for answered in self._pinning.values():
                 if not answered.done():
                     answered.set_exception(_not_ready())
-                put.ended.set()
 
     async def wait_running(self) -> None:
         """Until `run` has begun."""
