@@ -31,9 +31,9 @@ from moonpool.transport.base import ByteArray
 from moonpool.wire import kv_read
 from moonpool.wire.fields import InvalidMessageError
 
-#: Smaller messages cost more of Python. Larger ones cost more of memory: where the reader's process
-#: gives freed memory back, each is made of new pages, and they fall out of the cache between copies.
-MESSAGE_BYTES = 512 << 10
+#: Smaller messages cost more of Python. Larger ones gain nothing where both ends keep freed memory, as
+#: they do, and fall out of the cache between copies.
+MESSAGE_BYTES = 1 << 20
 #: A stream must say whom it means within this time.
 OPEN_TIMEOUT_S = 5.0
 
