@@ -101,5 +101,6 @@ def test_the_demo_finds_a_document_wherever_it_lies(
     assert own == [0, *[512] * 7]
     assert peer == [0, 512, *[0] * 6]
     assert store == [*[0] * 4, *[512] * 4]
+    assert told["asked"][1]["fetched"]["num_bytes"] == 512 // 16 * 12_288
     # Its disk is gone with it.
     assert [path.name for path in data_dir.iterdir() if path.name.startswith("demo")] == []

@@ -185,28 +185,6 @@ def test_the_demo_shows_what_happened_and_leaves_nothing(model: Path, tmp_path: 
         assert text in ran.out, ran.out
 
 
-def test_the_demo_of_prefixes_finds_them_in_both_pools(model: Path, tmp_path: Path) -> None:
-    ran = run_cli(
-        *("demo", "prefix", "--model", str(model), "--dtype", "float32"),
-        *("--prefix-tokens", "4096", "--rounds", "1", "--json"),
-        data_dir=tmp_path,
-        timeout_s=_START_S,
-    )
-    assert ran.code == EXIT_OK, ran.err
-    assert len(ran.out.splitlines()) == 1
-    asked = ran.json["asked"]
-    assert [(one["worker"], one["source"]) for one in asked] == [
-        ("decode-0", "cold"),
-        ("decode-1", "peer"),
-        ("decode-0", "own pool"),
-        ("decode-1", "own pool"),
-    ]
-    assert [one["num_cached_tokens"] for one in asked] == [0, 4096, 4096, 4096]
-    assert asked[1]["fetched"]["num_bytes"] == 4096 // 16 * 12_288
-    assert ran.json["work_ratio"] > 10
-    assert ran.json["cold_over_own"]["median"] > 0
-
-
 def test_a_worker_that_cannot_start_is_one_line(model: Path, tmp_path: Path) -> None:
     ran = run_cli(
         *("up", "--model", str(model), "--port", "0", "--grpc-port", "0"),
