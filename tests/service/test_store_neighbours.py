@@ -124,12 +124,12 @@ async def test_a_node_that_leaves_is_read_empty() -> None:
     async with two_stores(directory, clock) as (first, second):
         chains = give(first, 20)
         # It goes as soon as all has been read.
-        await first.neighbours.leave()
+        await first.neighbours.leave(timeout_s=15.0)
         assert second.chains == chains
         assert {offer.source.key for offer in second.offers} == {first.key}
         assert {offer.source.address for offer in second.offers} == {"s0"}
         # The last one has nobody to leave anything to.
-        await second.neighbours.leave()
+        await second.neighbours.leave(timeout_s=15.0)
     view = await directory.read()
     assert view is not None
     assert view.members == ()
@@ -141,7 +141,7 @@ async def test_a_node_that_leaves_waits_for_others_only_so_long() -> None:
         # Nobody comes for what is known there already, nor counts a worker as one who came.
         second.chains = give(first, 3)
         async with asyncio.TaskGroup() as tasks:
-            leaving = tasks.create_task(first.neighbours.leave())
+            leaving = tasks.create_task(first.neighbours.leave(timeout_s=15.0))
             await eventually(
                 lambda: len(second.offers) == 3, timeout_s=_DEADLINE_S, what="all is known"
             )
@@ -161,7 +161,7 @@ async def test_few_are_taken_at_a_time_and_what_was_refused_is_taken_later(
         second.max_readings = max_readings
         second.may_read.clear()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(first.neighbours.leave())
+            tasks.create_task(first.neighbours.leave(timeout_s=15.0))
             await eventually(
                 lambda: second.num_readings == most, timeout_s=_DEADLINE_S, what="readings"
             )
@@ -224,7 +224,7 @@ async def test_a_directory_that_never_comes_holds_nobody_up(tmp_path: Path) -> N
         async with asyncio.timeout(_DEADLINE_S), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.neighbours.run())
             store.neighbours.note_lent(chain(1))
-            await store.neighbours.leave()
+            await store.neighbours.leave(timeout_s=15.0)
             await eventually(
                 lambda: directory.num_failed_calls > 1, timeout_s=_DEADLINE_S, what="two beats"
             )

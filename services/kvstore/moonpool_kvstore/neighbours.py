@@ -30,8 +30,6 @@ from moonpool.wire.store import PutAnswer, PutOffer
 
 #: For one chain, reading included.
 TAKE_TIMEOUT_S = 30.0
-#: How long others may take over what a node holds that leaves.
-LEAVE_TIMEOUT_S = 15.0
 
 log = structlog.get_logger("moonpool.store")
 
@@ -97,7 +95,7 @@ class Neighbours:
             if not self._book.num_asked:
                 self._keeper.beat_now()
 
-    async def leave(self, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+    async def leave(self, *, timeout_s: float) -> None:
         """Ask the others to take what was used last; returns when each chain was read, or asked for
         long enough.
 
