@@ -107,7 +107,7 @@ async def run_peer_reads(lab: FaultLab) -> FaultReport:
     started = asyncio.get_running_loop().time()
     led = await _lead(lab, num_families=2)
     problems = led.problems
-    outcomes = led.outcomes + await lab.client.ask_all(led.cases(first=LEFT))
+    outcomes = led.outcomes + await _follow(lab, led, holder=LEFT)
     problems += await lab.died(LEFT, 1)
     if not _num_logged(lab.cluster, RIGHT, "kv.fetched", '"lost"'):
         problems.append(f"no read of {RIGHT} lost its holder")
@@ -129,7 +129,7 @@ async def run_reader_killed(lab: FaultLab) -> FaultReport:
     started = asyncio.get_running_loop().time()
     led = await _lead(lab, num_families=2)
     problems = led.problems
-    outcomes = led.outcomes + await lab.client.ask_all(led.cases(first=RIGHT))
+    outcomes = led.outcomes + await _follow(lab, led, holder=RIGHT)
     problems += await lab.died(LEFT, 3)
     problems += await settle(lab)
     return _judge(lab, "kill -9 the reader of a prefix", outcomes, problems, started)
@@ -163,7 +163,7 @@ async def run_holder_frozen(lab: FaultLab) -> FaultReport:
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     try:
-        outcomes = led.outcomes + await lab.client.ask_all(led.cases(first=RIGHT))
+        outcomes = led.outcomes + await lab.client.ask_all(led.cases(held_by=(RIGHT, LEFT)))
     finally:
         process.send_signal(signal.SIGCONT)
     problems += await settle(lab)
@@ -293,13 +293,9 @@ class _Families:
     #: All others, by that worker.
     followers: dict[str, list[tuple[Case, ...]]]
 
-    def cases(self, *, first: str) -> list[Case]:
-        """All followers, of prefixes that `first` holds before the others.
-
-        Workers that have room take turns, so that the first ones go to both.
-        """
-        families = sorted(self.followers.items(), key=lambda item: item[0] != first)
-        return [case for _, held in families for family in held for case in family]
+    def cases(self, *, held_by: Sequence[str]) -> list[Case]:
+        """All followers of prefixes that these workers hold, in their order."""
+        return [case for name in held_by for family in self.followers[name] for case in family]
 
 
 async def _lead(lab: FaultLab, *, num_families: int) -> _Families:
@@ -317,6 +313,16 @@ async def _lead(lab: FaultLab, *, num_families: int) -> _Families:
         _INDEX_S, "the prefixes are known", lambda: _is_index_true(lab.cluster, ROUTER)
     )
     return _Families(outcomes=outcomes, problems=problems, followers=followers)
+
+
+async def _follow(lab: FaultLab, led: _Families, *, holder: str) -> list[Outcome]:
+    """Ask all followers; the other worker reads a prefix from `holder` for one of the first two.
+
+    Those two come one after the other, for only workers that have room take turns. The rest come at once.
+    """
+    first, second, *others = led.cases(held_by=(holder, RIGHT if holder == LEFT else LEFT))
+    outcomes = [await lab.client.ask(case) for case in (first, second)]
+    return outcomes + await lab.client.ask_all(others)
 
 
 def _reuse_note(outcomes: Sequence[Outcome]) -> str:
