@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import replace
+
+import pytest
 
 from moonpool.clock import SystemClock
 from moonpool.core.protocol import (
@@ -15,6 +18,7 @@ from moonpool.core.protocol import (
     RefuseReason,
     TokensReady,
 )
+from moonpool.errors import InvalidRequestError
 from moonpool.handoff.events import HandoffEvent, RouterLost, RouterMessageReceived
 from moonpool.handoff.messages import AbortRequest, RouterKey, RouterMessage
 from moonpool.ids import AttemptId, RequestId
@@ -82,14 +86,18 @@ def test_the_outbox_keeps_the_last_word_on_what_was_cached() -> None:
 class World:
     """Sessions whose router is this test."""
 
-    def __init__(self, *, silence_s: float = 5.0) -> None:
+    def __init__(
+        self, *, silence_s: float = 5.0, handle: Callable[[HandoffEvent], None] = lambda _event: None
+    ) -> None:
         self.events: list[HandoffEvent] = []
+        self.lost = asyncio.Event()
         self.num_free = 10
         self.fits: WorkerFits | None = None
+        self._also_handle = handle
         self.sessions = RouterSessions(
-            load=self.load, handle=self.events.append, clock=SystemClock(), silence_s=silence_s
+            load=self.load, handle=self.handle, clock=SystemClock(), silence_s=silence_s
         )
-        self.messages: asyncio.Queue[RouterMessage | EOFError | None] = asyncio.Queue()
+        self.messages: asyncio.Queue[RouterMessage | Exception | None] = asyncio.Queue()
         self.frames: asyncio.Queue[SessionFrame] = asyncio.Queue()
 
     def load(self) -> Load:
@@ -98,16 +106,24 @@ class World:
         )
         return Load(ledger=ledger, fits=self.fits)
 
+    def handle(self, event: HandoffEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, RouterLost):
+            self.lost.set()
+        self._also_handle(event)
+
     async def serve(self, tasks: asyncio.TaskGroup) -> None:
-        async for frame in self.sessions.serve("router-0", self._messages(), tasks):
+        async for frame in self.sessions.serve("router-0", self.incoming(), tasks):
             self.frames.put_nowait(frame)
 
     async def next_frame(self, timeout_s: float = 0.9) -> SessionFrame:
         async with asyncio.timeout(timeout_s):
             return await self.frames.get()
 
-    async def _messages(self) -> AsyncIterator[RouterMessage | None]:
+    async def incoming(self) -> AsyncIterator[RouterMessage | None]:
         while not isinstance(message := await self.messages.get(), EOFError):
+            if isinstance(message, Exception):
+                raise message
             yield message
 
 
@@ -170,3 +186,50 @@ async def test_a_silent_router_is_lost() -> None:
     async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
         tasks.create_task(world.serve(tasks))
     assert world.events == [RouterLost(router=KEY)]
+
+
+async def test_a_silent_router_is_lost_though_it_takes_no_frames() -> None:
+    world = World(silence_s=0.05)
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        frames = world.sessions.serve("router-0", world.incoming(), tasks)
+        # Whoever writes the first frame stands still: nobody asks for the next one.
+        await anext(frames)
+        await world.lost.wait()
+        assert len(world.sessions) == 0
+        with pytest.raises(StopAsyncIteration):
+            await anext(frames)
+    assert world.events == [RouterLost(router=KEY)]
+
+
+async def test_a_message_that_cannot_be_read_is_told_to_the_router() -> None:
+    world = World()
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        frames = world.sessions.serve("router-0", world.incoming(), tasks)
+        await anext(frames)
+        world.messages.put_nowait(InvalidRequestError("No such field."))
+        with pytest.raises(InvalidRequestError):
+            await anext(frames)
+    assert world.events == [RouterLost(router=KEY)]
+
+
+async def test_a_bug_of_ours_is_not_told_to_the_router() -> None:
+    world = World(handle=broken)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with (
+            asyncio.timeout(5.0),
+            asyncio.TaskGroup() as tasks,
+            aclosing(world.sessions.serve("router-0", world.incoming(), tasks)) as frames,
+        ):
+            await anext(frames)
+            world.messages.put_nowait(AbortRequest(attempt_id=ATTEMPT))
+            await world.lost.wait()
+    assert raised.group_contains(BrokenError)
+
+
+class BrokenError(Exception):
+    """What only a bug raises."""
+
+
+def broken(event: HandoffEvent) -> None:
+    if isinstance(event, RouterMessageReceived):
+        raise BrokenError

@@ -6,7 +6,8 @@ Life of a session
   3. A frame leaves when the machines have reported something (once per engine step, since the
      reports of a step are made in one turn of the loop), when the load has changed, or after
      HEARTBEAT_S.
-  4. However the stream ends: RouterLost.
+  4. However it ends, RouterLost, once: as soon as the router is silent, ends its stream or sends what cannot
+     be read, even if it takes no frames any more and so keeps the stream open.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class _Session:
         self.wakeup = asyncio.Event()
         self.sent_load: Load | None = None
         self.told_fits: WorkerFits | None = None
+        #: Nothing is read, told or kept for the router any more.
         self.is_over = False
         #: What the router sent that it must not, if that ended the session.
         self.failure: Exception | None = None
@@ -133,8 +135,7 @@ class RouterSessions:
                 raise session.failure
         finally:
             reader.cancel()
-            del self._sessions[key]
-            self._handle(RouterLost(router=key))
+            self._end(key, session)
 
     def _frame(self, session: _Session) -> SessionFrame:
         session.wakeup.clear()
@@ -170,16 +171,26 @@ class RouterSessions:
         iterator = aiter(messages)
         try:
             while True:
-                async with asyncio.timeout(self._silence_s):
-                    message = await anext(iterator)
+                try:
+                    async with asyncio.timeout(self._silence_s):
+                        message = await anext(iterator)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    log.warning("worker.router_silent", router=key, silence_s=self._silence_s)
+                    return
+                except Exception as error:  # noqa: BLE001 - raised again where the stream can be told
+                    session.failure = error
+                    return
                 if message is not None:
                     self._handle(RouterMessageReceived(router=key, message=message))
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            log.warning("worker.router_silent", router=key, silence_s=self._silence_s)
-        except Exception as error:  # noqa: BLE001 - raised again where the stream can be told
-            session.failure = error
         finally:
+            self._end(key, session)
+
+    def _end(self, key: RouterKey, session: _Session) -> None:
+        """What the router made here ends. May be called twice."""
+        if not session.is_over:
             session.is_over = True
             session.wakeup.set()
+            del self._sessions[key]
+            self._handle(RouterLost(router=key))
