@@ -23,7 +23,7 @@ from moonpool.core.protocol import (
 from moonpool.ids import AttemptId, RequestId
 from moonpool.inference.output import TokenRun
 from moonpool.wire.engine_frames import FrameBuffer, decode_to_engine
-from moonpool.wire.engine_messages import EngineCommands, TimedFrame
+from moonpool.wire.engine_messages import EngineCommands, EngineFrameError, TimedFrame
 from moonpool.worker.engine_channel import EngineChannel
 from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
 from support.eventually import eventually
@@ -102,6 +102,33 @@ async def test_commands_wait_merged_for_an_engine_that_computes() -> None:
     got = await asyncio.to_thread(receive, theirs, 5)
     assert got == [long, arrived[2], other, release, abort]
     channel.close()
+    theirs.close()
+
+
+async def test_more_than_fits_into_one_message_leaves_as_several() -> None:
+    ours, theirs = socket_pair()
+    # A prompt fits, two of them do not.
+    channel = EngineChannel(ours, lambda _frame: None, max_frame_bytes=10_000)
+    commands: list[Command] = [
+        *(Prefill(request=make_request(f"r{n}", prompt=2_000), attempt=1) for n in range(3)),
+        Release(attempt_id=ATTEMPT),
+    ]
+    for command in commands:
+        channel.send(command)
+    assert await asyncio.to_thread(receive, theirs, len(commands)) == commands
+    channel.close()
+    theirs.close()
+
+
+async def test_a_command_that_cannot_be_sent_ends_the_channel() -> None:
+    ours, theirs = socket_pair()
+    channel = EngineChannel(ours, lambda _frame: None, max_frame_bytes=10_000)
+    channel.send(Release(attempt_id=ATTEMPT))
+    channel.send(Prefill(request=make_request("long", prompt=3_000), attempt=1))
+    with pytest.raises(EngineFrameError):
+        async with asyncio.timeout(5.0):
+            await channel.run()
+    assert await asyncio.to_thread(receive, theirs, 1) == [Release(attempt_id=ATTEMPT)]
     theirs.close()
 
 

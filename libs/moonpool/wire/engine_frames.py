@@ -37,6 +37,7 @@ from moonpool.wire.engine_messages import (
     EngineMapped,
     EngineReady,
     EngineSteps,
+    FrameTooLongError,
     FromEngine,
     ToEngine,
 )
@@ -66,11 +67,12 @@ _from_engine_decoder: msgspec.msgpack.Decoder[WireFromEngine] = msgspec.msgpack.
 )
 
 
-def encode_to_engine(message: ToEngine) -> bytes:
-    """A whole frame, length first."""
+def encode_to_engine(message: ToEngine, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """A whole frame, length first. Raises FrameTooLongError."""
     if isinstance(message, EngineCommands):
-        return _framed(WireCommands([command_to_wire(c) for c in message.commands]))
-    return _framed(WireBoot(message))
+        wire = WireCommands([command_to_wire(c) for c in message.commands])
+        return _framed(wire, max_bytes)
+    return _framed(WireBoot(message), max_bytes)
 
 
 def decode_to_engine(payload: bytes | bytearray | memoryview) -> ToEngine:
@@ -85,7 +87,7 @@ def decode_to_engine(payload: bytes | bytearray | memoryview) -> ToEngine:
 
 
 def encode_from_engine(message: FromEngine) -> bytes:
-    """A whole frame, length first."""
+    """A whole frame, length first. Raises FrameTooLongError."""
     if isinstance(message, EngineSteps):
         return _framed(WireSteps([frame_to_wire(frame) for frame in message.frames]))
     if isinstance(message, EngineMapped):
@@ -110,12 +112,12 @@ def decode_from_engine(payload: bytes | bytearray | memoryview) -> FromEngine:
     return EngineFailed(code=wire.code, message=wire.message)
 
 
-def _framed(wire: Wire) -> bytes:
+def _framed(wire: Wire, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
     buffer = bytearray(_LENGTH.size)
     _encoder.encode_into(wire, buffer, _LENGTH.size)
     num_bytes = len(buffer) - _LENGTH.size
-    if num_bytes > MAX_FRAME_BYTES:
-        raise EngineFrameError(f"a frame of {num_bytes} bytes is longer than {MAX_FRAME_BYTES}")
+    if num_bytes > max_bytes:
+        raise FrameTooLongError(f"a frame of {num_bytes} bytes is longer than {max_bytes}")
     _LENGTH.pack_into(buffer, 0, num_bytes)
     return bytes(buffer)
 

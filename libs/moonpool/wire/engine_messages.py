@@ -18,6 +18,10 @@ class EngineFrameError(RuntimeError):
     """The bytes are not a frame of ours: a bug, since both ends are ours."""
 
 
+class FrameTooLongError(EngineFrameError):
+    """What is to be sent does not fit into one frame."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBoot:
     """All that an engine process needs to know; its descriptors are inherited under these numbers."""

@@ -3,9 +3,11 @@
 Rules
   1. `send` never awaits: it gathers commands, and one message leaves at the end of the loop's turn.
   2. `run` is the one reader: frames of the core go to one callback, in order; what the callback
-     raises ends `run`, and with it the service.
+     raises ends `run`, and with it the service. So does a command that cannot be sent: without it the core
+     would keep what it was to give back.
   3. When the socket is full, commands wait merged: a later BlocksArrived replaces an earlier one of
-     its attempt, and an Abort takes back a Prefill or Decode that has not left.
+     its attempt, and an Abort takes back a Prefill or Decode that has not left. More than fits into one
+     message leaves as several.
   4. End of file is the engine's death: `run` returns.
 """
 
@@ -17,7 +19,12 @@ import socket
 from collections.abc import Callable
 
 from moonpool.core.protocol import Abort, BlocksArrived, Command, Decode, Prefill
-from moonpool.wire.engine_frames import FrameBuffer, decode_from_engine, encode_to_engine
+from moonpool.wire.engine_frames import (
+    MAX_FRAME_BYTES,
+    FrameBuffer,
+    decode_from_engine,
+    encode_to_engine,
+)
 from moonpool.wire.engine_messages import (
     EngineBoot,
     EngineCommands,
@@ -25,6 +32,7 @@ from moonpool.wire.engine_messages import (
     EngineMapped,
     EngineReady,
     EngineSteps,
+    FrameTooLongError,
     FromEngine,
     TimedFrame,
 )
@@ -41,12 +49,16 @@ class EngineChannel:
     Args:
         sock: Our end of the socketpair; owned from here on.
         on_frame: Called for each frame of the core, on the loop.
+        max_frame_bytes: The longest message that the engine takes.
     """
 
-    def __init__(self, sock: socket.socket, on_frame: FrameHandler) -> None:
+    def __init__(
+        self, sock: socket.socket, on_frame: FrameHandler, *, max_frame_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._on_frame = on_frame
+        self._max_frame_bytes = max_frame_bytes
         self._incoming = FrameBuffer()
         self._loop = asyncio.get_running_loop()
         self._commands: list[Command] = []
@@ -55,31 +67,30 @@ class EngineChannel:
         self._is_writing = False
         self._is_open = True
         self._is_running = False
+        #: A bug, for `run` to raise.
+        self._failure: Exception | None = None
         self._mapped: asyncio.Future[EngineMapped] = self._loop.create_future()
         self._ready: asyncio.Future[EngineReady | EngineFailed] = self._loop.create_future()
 
     async def run(self) -> str:
-        """Read until the engine's end of file, or `close`. Returns what was seen."""
+        """Read until the engine's end of file, or `close`. Returns what was seen.
+
+        Raises:
+            EngineFrameError: What came is no frame of ours, or a command is too long to be sent.
+        """
         self._is_running = True
         try:
-            while self._is_open:
-                try:
-                    data = await self._loop.sock_recv(self._sock, _READ_BYTES)
-                except OSError as error:
-                    return f"cannot read from the engine: {error}"
-                if not data:
-                    break
-                self._incoming.feed(data)
-                for payload in self._incoming.frames():
-                    self._on_message(decode_from_engine(payload))
-            return "the engine closed its end"
+            seen = await self._receive()
         finally:
             self._is_running = False
             self.close()
             self._sock.close()
+        if self._failure is not None:
+            raise self._failure
+        return seen
 
     def boot(self, message: EngineBoot) -> None:
-        """Send the boot message; first of all."""
+        """Send the boot message; first of all. Raises FrameTooLongError."""
         self._partial = memoryview(encode_to_engine(message))
         self._flush()
 
@@ -134,13 +145,31 @@ class EngineChannel:
             ]
         self._commands.append(command)
 
+    async def _receive(self) -> str:
+        while self._is_open:
+            try:
+                data = await self._loop.sock_recv(self._sock, _READ_BYTES)
+            except OSError as error:
+                return f"cannot read from the engine: {error}"
+            if not data:
+                break
+            self._incoming.feed(data)
+            for payload in self._incoming.frames():
+                self._on_message(decode_from_engine(payload))
+        return "the engine closed its end"
+
     def _flush(self) -> None:
         self._is_flush_planned = False
+        try:
+            self._write()
+        except Exception as error:  # noqa: BLE001 - raised by run()
+            self._failure = error
+            self.close()
+
+    def _write(self) -> None:
         while self._is_open and (self._partial or self._commands):
             if not self._partial:
-                message = EngineCommands(commands=tuple(self._commands))
-                self._commands = []
-                self._partial = memoryview(encode_to_engine(message))
+                self._partial = memoryview(self._take_commands())
             try:
                 num_sent = self._sock.send(self._partial)
             except BlockingIOError:
@@ -157,6 +186,21 @@ class EngineChannel:
         if self._is_writing:
             self._is_writing = False
             self._loop.remove_writer(self._sock.fileno())
+
+    def _take_commands(self) -> bytes:
+        """The next message: all commands that have gathered, or as many of the first ones as fit."""
+        num_commands = len(self._commands)
+        while True:
+            message = EngineCommands(commands=tuple(self._commands[:num_commands]))
+            try:
+                frame = encode_to_engine(message, max_bytes=self._max_frame_bytes)
+            except FrameTooLongError:
+                if num_commands == 1:
+                    raise
+                num_commands //= 2
+            else:
+                del self._commands[:num_commands]
+                return frame
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, EngineSteps):
