@@ -23,7 +23,8 @@ from moonpool.api.v1 import kv_pb2
 from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion
 from moonpool.transport.base import KvRead
-from moonpool.transport.nixl_link import FENCE_S
+from moonpool.transport.nixl import agent_name
+from moonpool.transport.nixl_link import FENCE_S, NixlLink
 from moonpool.wire.layout import region_from_pb
 from support.kv_source import (
     ALL_TRANSPORTS,
@@ -191,6 +192,27 @@ async def test_a_nixl_read_of_a_source_that_stands_still_is_fenced(way: str) -> 
             assert not pool.bytes.any()
             result = await again.read(other.read_everything(), timeout_s=20)
             assert result.bad_leaves == ()
+
+
+async def test_a_nixl_source_that_stands_still_is_asked_once_however_often_it_is_needed() -> None:
+    async with source_process(by="nixl-tcp") as source:
+        access = source.region.nixl
+        assert access is not None
+        pool = reader_pool(source.region.layout)
+        link = NixlLink(name="reader", pool=pool.bytes, ucx=UCX_BY_NAME["nixl-tcp"])
+        try:
+            await link.start()
+            os.kill(source.process.pid, signal.SIGSTOP)
+            for _ in range(3):
+                connecting = link.connect(access, agent_name(source.region), timeout_s=0.05)
+                assert await _error_code(connecting) == "kv_read_timeout"
+            assert link.num_reads == 1
+            os.kill(source.process.pid, signal.SIGCONT)
+            connection = await link.connect(access, agent_name(source.region), timeout_s=5)
+            assert connection.lost is None
+            assert link.num_reads == 0
+        finally:
+            await link.stop()
 
 
 async def test_a_nixl_read_that_cannot_be_posted_ends_no_other_that_may_still_be_written() -> None:

@@ -154,6 +154,8 @@ class NixlLink:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The loop's.
         self._jobs: set[NixlJob] = set()
+        #: Under way, by the agent that is asked.
+        self._probes: dict[str, NixlJob] = {}
         self._asked: set[asyncio.Future[Any]] = set()
         self._over: asyncio.Future[None] = self._loop.create_future()
         # The thread's.
@@ -191,11 +193,7 @@ class NixlLink:
             connection = opened.result()
         except (NixlError, NixlUnusableError) as error:
             raise peer_lost(f"{name}: {error}") from error
-        probe = self.read(
-            connection,
-            np.array([[access.base_address, _PROBE_BYTES, 0]], np.uint64),
-            np.array([[address_of(self._scratch), _PROBE_BYTES, 0]], np.uint64),
-        )
+        probe = self._probe(connection, access)
         try:
             done, _ = await asyncio.wait((probe.ended,), timeout=timeout_s)
             if not done:
@@ -206,6 +204,11 @@ class NixlLink:
             self.close(connection)
             raise
         return connection
+
+    @property
+    def num_reads(self) -> int:
+        """READs that have not ended."""
+        return len(self._jobs)
 
     def read(
         self,
@@ -242,6 +245,22 @@ class NixlLink:
         self._send(self._stop)
         await settled(self._over)
         self._thread.join()
+
+    def _probe(self, connection: NixlConnection, access: NixlAccess) -> NixlJob:
+        """A READ of a few bytes, one at a time for each agent: that of one that stands still may never end."""
+        probe = self._probes.get(connection.name)
+        if probe is None or probe.ended.done():
+            probe = self._probes[connection.name] = self.read(
+                connection,
+                np.array([[access.base_address, _PROBE_BYTES, 0]], np.uint64),
+                np.array([[address_of(self._scratch), _PROBE_BYTES, 0]], np.uint64),
+            )
+            probe.ended.add_done_callback(partial(self._on_probed, probe))
+        return probe
+
+    def _on_probed(self, probe: NixlJob, _ended: asyncio.Future[None]) -> None:
+        if self._probes.get(probe.connection.name) is probe:
+            del self._probes[probe.connection.name]
 
     def _send_drop(self, job: NixlJob) -> None:
         self._send(partial(self._drop, job))
