@@ -14,12 +14,8 @@ from moonpool.bus.memory import MemoryBroker, MemoryBus
 from moonpool.bus.nats import NatsBus
 from moonpool.bus.protocol import Bus, BusMessage, Subscription
 from moonpool.bus.subjects import Subjects, matches
-from moonpool.errors import (
-    ConfigError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    UnavailableError,
-)
+from moonpool.errors import ConfigError, InvalidRequestError
+from support.connected_bus import connected
 from support.nats_server import NatsServer, nats_server
 
 _DEADLINE_S = 5.0
@@ -40,8 +36,8 @@ def make_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Ma
 @asynccontextmanager
 async def two_buses(make_bus: MakeBus) -> AsyncIterator[tuple[Bus, Bus]]:
     async with make_bus() as first, make_bus() as second, asyncio.timeout(_DEADLINE_S):
-        await first.wait_connected()
-        await second.wait_connected()
+        await connected(first)
+        await connected(second)
         yield first, second
 
 
@@ -66,9 +62,9 @@ async def test_a_message_reaches_those_who_subscribed(make_bus: MakeBus) -> None
         exact = await first.subscribe("a.b")
         all_of_a = await first.subscribe("a.*")
         await flushed(first, first)
-        assert await second.publish("a.b", b"1", reply_to="r")
+        assert await second.publish("a.b", b"1")
         assert await second.publish("a.c", b"2")
-        assert await next_message(exact) == BusMessage(subject="a.b", data=b"1", reply_to="r")
+        assert await next_message(exact) == BusMessage(subject="a.b", data=b"1")
         assert [(await next_message(all_of_a)).data for _ in range(2)] == [b"1", b"2"]
 
 
@@ -83,22 +79,6 @@ async def test_a_full_queue_drops_the_oldest_and_counts(make_bus: MakeBus) -> No
             pass
         assert [(await next_message(slow)).data for _ in range(2)] == [b"\x03", b"\x04"]
         assert slow.num_dropped == 3
-
-
-async def test_a_request_is_answered_or_times_out(make_bus: MakeBus) -> None:
-    async with two_buses(make_bus) as (first, second):
-        questions = await first.subscribe("q")
-        await flushed(first, first)
-
-        async def answer() -> None:
-            question = await next_message(questions)
-            await first.publish(question.reply_to, question.data.upper())
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(answer())
-            assert await second.request("q", b"hi", deadline_s=_DEADLINE_S) == b"HI"
-        with pytest.raises(DeadlineExceededError):
-            await second.request("nobody", b"", deadline_s=0.05)
 
 
 async def test_closing_ends_subscriptions(make_bus: MakeBus) -> None:
@@ -119,8 +99,6 @@ async def test_memory_broker_away_means_unsent() -> None:
         bus.on_connection(seen.append)
         assert not await bus.publish("x", b"")
         assert bus.num_unsent == 1
-        with pytest.raises(UnavailableError):
-            await bus.request("x", b"", deadline_s=1)
         broker.start()
         assert bus.is_connected
         assert await bus.publish("x", b"")
@@ -138,12 +116,9 @@ async def test_nats_absent_at_boot_then_killed_and_restarted(tmp_path: Path) -> 
             early = await bus.subscribe("s")
             assert not bus.is_connected
             assert not await bus.publish("s", b"lost")
-            with pytest.raises(UnavailableError):
-                await bus.request("s", b"", deadline_s=1)
 
             for round_number in range(3):
                 server.start()
-                await bus.wait_connected()
                 assert await changes.get()
                 assert await bus.publish("s", bytes([round_number]))
                 assert (await next_message(early)).data == bytes([round_number])
@@ -165,7 +140,7 @@ async def test_nats_that_never_comes_does_not_hold_up_the_exit(tmp_path: Path) -
 async def test_nats_refuses_a_message_larger_than_the_broker_takes(tmp_path: Path) -> None:
     with nats_server(tmp_path) as server:
         async with NatsBus(server.url, name="test") as bus, asyncio.timeout(_DEADLINE_S):
-            await bus.wait_connected()
+            await connected(bus)
             with pytest.raises(InvalidRequestError, match="more than the broker takes"):
                 await bus.publish("x", bytes(2 * 2**20))
             assert await bus.publish("x", b"small")
@@ -213,7 +188,7 @@ async def test_nats_that_ends_a_new_connection_is_tried_again(answer: bytes) -> 
         scripted_broker([answer, None]) as url,
         NatsBus(url, name="test") as bus,
     ):
-        await bus.wait_connected()
+        await connected(bus)
         assert await bus.publish("s", b"heard")
 
 

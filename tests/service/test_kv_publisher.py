@@ -38,7 +38,7 @@ def stored(hashes: list[BlockHash], parent: BlockHash | None = None) -> BlockSto
 class NarrowBus(MemoryBus):
     """Takes no message."""
 
-    async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
+    async def publish(self, subject: str, data: bytes) -> bool:
         raise InvalidRequestError("too large")
 
 

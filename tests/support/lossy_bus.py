@@ -38,22 +38,16 @@ class LossyBus:
     def on_connection(self, listener: ConnectionListener) -> None:
         self._inner.on_connection(listener)
 
-    async def wait_connected(self) -> None:
-        await self._inner.wait_connected()
-
-    async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
+    async def publish(self, subject: str, data: bytes) -> bool:
         if self.is_connected and self.loses(subject):
             self.num_lost += 1
             return True
-        return await self._inner.publish(subject, data, reply_to=reply_to)
+        return await self._inner.publish(subject, data)
 
     async def subscribe(
         self, subject: str, *, queue_size: int = DEFAULT_QUEUE_SIZE
     ) -> Subscription:
         return await self._inner.subscribe(subject, queue_size=queue_size)
-
-    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
-        return await self._inner.request(subject, data, deadline_s=deadline_s)
 
     async def __aenter__(self) -> Self:
         await self._inner.__aenter__()

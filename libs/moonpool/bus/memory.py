@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +12,6 @@ from moonpool.bus.protocol import (
     Subscription,
 )
 from moonpool.bus.subjects import matches
-from moonpool.errors import DeadlineExceededError, UnavailableError
 
 
 class MemoryBroker:
@@ -58,8 +55,6 @@ class MemoryBus:
         self._broker = broker
         self._subscriptions: list[Subscription] = []
         self._listeners: list[ConnectionListener] = []
-        self._connected = asyncio.Event()
-        self._inboxes = itertools.count(1)
         self._num_unsent = 0
         self._is_open = False
 
@@ -76,14 +71,11 @@ class MemoryBus:
         if self.is_connected:
             listener(True)
 
-    async def wait_connected(self) -> None:
-        await self._connected.wait()
-
-    async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
+    async def publish(self, subject: str, data: bytes) -> bool:
         if not self.is_connected:
             self._num_unsent += 1
             return False
-        self._broker.deliver(BusMessage(subject=subject, data=bytes(data), reply_to=reply_to))
+        self._broker.deliver(BusMessage(subject=subject, data=bytes(data)))
         return True
 
     async def subscribe(
@@ -93,31 +85,12 @@ class MemoryBus:
         self._subscriptions.append(subscription)
         return subscription
 
-    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
-        inbox = f"_INBOX.{id(self)}.{next(self._inboxes)}"
-        answers = await self.subscribe(inbox, queue_size=1)
-        try:
-            if not await self.publish(subject, data, reply_to=inbox):
-                raise UnavailableError("The bus is not connected.", code="bus_unavailable")
-            async with asyncio.timeout(deadline_s):
-                async for answer in answers:
-                    return answer.data
-            raise UnavailableError("The bus was closed.", code="bus_unavailable")
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"No answer on {subject} in {deadline_s} s.") from error
-        finally:
-            await answers.close()
-
     def deliver(self, message: BusMessage) -> None:
         for subscription in tuple(self._subscriptions):
             if matches(subscription.subject, message.subject):
                 subscription.put(message)
 
     def connection_changed(self) -> None:
-        if self.is_connected:
-            self._connected.set()
-        else:
-            self._connected.clear()
         for listener in tuple(self._listeners):
             listener(self.is_connected)
 
@@ -135,7 +108,6 @@ class MemoryBus:
         traceback: TracebackType | None,
     ) -> None:
         self._is_open = False
-        self._connected.clear()
         self._broker.detach(self)
         for subscription in tuple(self._subscriptions):
             await subscription.close()

@@ -28,7 +28,7 @@ from moonpool.bus.protocol import (
     ConnectionListener,
     Subscription,
 )
-from moonpool.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from moonpool.errors import InvalidRequestError
 
 #: A silent broker is noticed after two missed pings.
 PING_INTERVAL_S = 5
@@ -57,7 +57,7 @@ class NatsBus:
         self._name = name
         self._client = Client()
         self._listeners: list[ConnectionListener] = []
-        self._connected = asyncio.Event()
+        self._is_connected = False
         #: What is subscribed, and its handle on the broker once it has been connected.
         self._subscriptions: dict[Subscription, NatsSubscription | None] = {}
         self._num_unsent = 0
@@ -70,7 +70,7 @@ class NatsBus:
 
     @property
     def is_connected(self) -> bool:
-        return self._connected.is_set()
+        return self._is_connected
 
     @property
     def num_unsent(self) -> int:
@@ -81,10 +81,7 @@ class NatsBus:
         if self.is_connected:
             listener(True)
 
-    async def wait_connected(self) -> None:
-        await self._connected.wait()
-
-    async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
+    async def publish(self, subject: str, data: bytes) -> bool:
         if not self.is_connected:
             self._num_unsent += 1
             return False
@@ -92,7 +89,7 @@ class NatsBus:
         assert task is not None
         num_cancels = task.cancelling()
         try:
-            await self._client.publish(subject, data, reply=reply_to)
+            await self._client.publish(subject, data)
             # nats-py swallows a cancellation that comes while it waits for its flusher.
             if task.cancelling() > num_cancels:
                 raise asyncio.CancelledError
@@ -113,17 +110,6 @@ class NatsBus:
         if self.is_connected:
             await self._register(subscription)
         return subscription
-
-    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
-        if not self.is_connected:
-            raise UnavailableError("The bus is not connected.", code="bus_unavailable")
-        try:
-            answer = await self._client.request(subject, data, timeout=deadline_s)
-        except (nats.errors.TimeoutError, nats.errors.NoRespondersError) as error:
-            raise DeadlineExceededError(f"No answer on {subject} in {deadline_s} s.") from error
-        except nats.errors.Error as error:
-            raise UnavailableError("The bus is not connected.", code="bus_unavailable") from error
-        return bytes(answer.data)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -217,11 +203,7 @@ class NatsBus:
 
     async def _register(self, subscription: Subscription) -> None:
         async def deliver(message: Msg) -> None:
-            subscription.put(
-                BusMessage(
-                    subject=message.subject, data=bytes(message.data), reply_to=message.reply
-                )
-            )
+            subscription.put(BusMessage(subject=message.subject, data=bytes(message.data)))
 
         handle = await self._client.subscribe(subscription.subject, cb=deliver)
         if subscription in self._subscriptions:
@@ -236,12 +218,9 @@ class NatsBus:
                 await handle.unsubscribe()
 
     def _set_connected(self, is_connected: bool) -> None:
-        if is_connected == self.is_connected:
+        if is_connected == self._is_connected:
             return
-        if is_connected:
-            self._connected.set()
-        else:
-            self._connected.clear()
+        self._is_connected = is_connected
         for listener in tuple(self._listeners):
             listener(is_connected)
 

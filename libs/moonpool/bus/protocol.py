@@ -25,8 +25,6 @@ ConnectionListener = Callable[[bool], None]
 class BusMessage:
     subject: str
     data: bytes
-    #: Where an answer goes; empty if none is expected.
-    reply_to: str = ""
 
 
 class Subscription:
@@ -91,11 +89,7 @@ class Bus(Protocol):
         """Call `listener(is_connected)` at each change, and once at once if connected."""
         ...
 
-    async def wait_connected(self) -> None:
-        """Return when the broker is there; the caller sets the deadline."""
-        ...
-
-    async def publish(self, subject: str, data: bytes, *, reply_to: str = "") -> bool:
+    async def publish(self, subject: str, data: bytes) -> bool:
         """Send now. False: dropped, the broker is away.
 
         Raises:
@@ -109,15 +103,6 @@ class Bus(Protocol):
         """Works while the broker is away: it holds from the next connection on.
 
         `*` matches one token of a subject, a trailing `>` all that follow.
-        """
-        ...
-
-    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
-        """Publish and await the first answer.
-
-        Raises:
-            UnavailableError: The broker is away.
-            DeadlineExceededError: Nobody answered in time.
         """
         ...
 
