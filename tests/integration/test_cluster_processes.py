@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,6 +19,7 @@ from moonpool.bus.nats import NatsBus
 from moonpool.cluster.nats_server import NatsServer
 from moonpool.cluster.process import ChildProcess, descendants_of, living_group_members
 from moonpool.errors import UnavailableError
+from support.connected_bus import connected
 from support.eventually import eventually
 from support.processes import wait_for_exit
 
@@ -88,6 +91,39 @@ async def test_kill_finds_a_grandchild_in_a_session_of_its_own(tmp_path: Path) -
     assert not any(one.is_living for one in descendants)
 
 
+async def test_what_has_ended_does_not_take_whoever_got_its_id_with_it(tmp_path: Path) -> None:
+    stranger = await start(tmp_path, "sleep", "600")
+    ended = ChildProcess(
+        "ended",
+        cast("asyncio.subprocess.Process", EndedProcess(pid=stranger.pid)),
+        tmp_path / "ended.log",
+    )
+    await ended.kill()
+    assert await ended.stop(timeout_s=0.2) == 0
+    assert stranger.is_running
+    assert living_group_members(stranger.pid) == (stranger.pid,)
+    await stranger.kill()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedProcess:
+    """What asyncio knows of a program that it has waited for; its id is free for others."""
+
+    pid: int
+    returncode: int = 0
+
+    async def wait(self) -> int:
+        return self.returncode
+
+
+async def test_what_a_program_left_behind_is_killed_after_its_end(tmp_path: Path) -> None:
+    child = await start(tmp_path, "sh", "-c", "sleep 600 & exit 3")
+    assert await child.wait() == 3
+    assert living_group_members(child.pid)
+    await child.kill()
+    assert living_group_members(child.pid) == ()
+
+
 async def test_stop_kills_what_does_not_obey(tmp_path: Path) -> None:
     child = await start(tmp_path, "sh", "-c", "trap '' TERM; echo ready; sleep 600; sleep 600")
     await eventually(lambda: "ready" in child.log_tail(), timeout_s=10, what="the child is up")
@@ -143,7 +179,7 @@ async def test_nats_takes_only_who_has_its_url(tmp_path: Path) -> None:
             NatsBus(url, name="ours") as ours,
         ):
             async with asyncio.timeout(5):
-                await ours.wait_connected()
+                await connected(ours)
             assert not stranger.is_connected
     finally:
         await server.stop()

@@ -25,6 +25,8 @@ class ChildProcess:
         self.name = name
         self.log_path = log_path
         self._process = process
+        #: It was waited for and nothing of its group runs: its id may become that of another process and group.
+        self._is_group_gone = False
 
     @classmethod
     async def start(
@@ -107,7 +109,7 @@ class ChildProcess:
         descendants = self.kill_now()
         async with asyncio.timeout(timeout_s):
             # Only /proc tells of the end of processes that are not our children.
-            while living_group_members(self.pid) or any(one.is_living for one in descendants):  # noqa: ASYNC110
+            while self._has_living_group() or any(one.is_living for one in descendants):  # noqa: ASYNC110
                 await asyncio.sleep(_GROUP_POLL_S)
             await self.wait()
 
@@ -118,11 +120,25 @@ class ChildProcess:
         this looks before it kills.
         """
         descendants = descendants_of(self.pid) if self.is_running else ()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.is_running or self._has_living_group():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         for process in descendants:
             process.kill()
         return descendants
+
+    def _has_living_group(self) -> bool:
+        """Something of its process group runs, itself or what it has left.
+
+        While any of them exists the kernel gives the id to no other process. So whoever has the id once the
+        program was waited for is a stranger.
+        """
+        if self._is_group_gone:
+            return False
+        is_living = bool(living_group_members(self.pid))
+        if not self.is_running and (not is_living or read_stat(self.pid) is not None):
+            self._is_group_gone = True
+        return is_living and not self._is_group_gone
 
     def log_tail(self, *, num_lines: int = 20) -> str:
         """The end of its log, for an error message."""
