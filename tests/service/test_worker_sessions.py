@@ -198,13 +198,26 @@ async def test_a_router_that_says_nonsense_is_cut_and_nobody_else(tmp_path: Path
     async with fake_workers(tmp_path) as workers:
         worker, router = await workers.start("d0")
         async with worker.router("other") as other:
-            other.decode(make_request(prompt=()))
+            # A request's id is a name; whose attempt this is cannot be told.
+            other.decode(make_request("two words"))
             failure = await other.until_closed()
             assert isinstance(failure, grpc.aio.AioRpcError)
             assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
         request = make_request(max_tokens=3)
         router.decode(request)
         assert await router.answer(request) == expected_answer(request)
+
+
+async def test_a_request_that_cannot_be_read_is_refused_and_no_other(tmp_path: Path) -> None:
+    async with fake_workers(tmp_path) as workers:
+        _, router = await workers.start("d0")
+        bad, good = make_request("r1", prompt=()), make_request("r2", max_tokens=3)
+        router.decode(bad)
+        router.decode(good)
+        refused = await router.until(bad, Refused)
+        assert isinstance(refused, Refused)
+        assert refused.reason is RefuseReason.NEVER_FITS
+        assert await router.answer(good) == expected_answer(good)
 
 
 async def test_the_engines_death_is_the_workers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from moonpool.inference.generation import (
     SamplingDefaults,
     SamplingOptions,
     check_prompt_token_ids,
+    check_text_length,
     resolve_sampling,
 )
 from moonpool.inference.sampling import SamplingParams
@@ -31,6 +32,17 @@ def test_silence_means_the_models_defaults_and_the_rest_of_the_context() -> None
     )
 
 
+def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it() -> None:
+    assert resolve(SamplingOptions(top_k=49)).top_k == 49
+    for top_k in (50, 2**31, 2**64):
+        assert resolve(SamplingOptions(top_k=top_k)).top_k == 50
+
+
+def test_a_stop_token_counts_once() -> None:
+    options = SamplingOptions(stop_token_ids=(7, 3, 7))
+    assert resolve(options).stop_token_ids == (7, 3)
+
+
 def test_a_negative_seed_keeps_its_64_bits() -> None:
     assert resolve(SamplingOptions(seed=-1)).seed == 2**64 - 1
 
@@ -51,6 +63,7 @@ def test_a_negative_seed_keeps_its_64_bits() -> None:
         (SamplingOptions(stop=("a",) * 5), "stop"),
         (SamplingOptions(stop=("a" * 257,)), "stop"),
         (SamplingOptions(stop_token_ids=(50,)), "stop_token_ids"),
+        (SamplingOptions(stop_token_ids=(1,) * 1_025), "stop_token_ids"),
     ],
 )
 def test_a_bad_value_names_its_field(options: SamplingOptions, param: str) -> None:
@@ -64,6 +77,13 @@ def test_the_context_limit_itself_is_allowed() -> None:
     assert resolve(SamplingOptions(), num_prompt_tokens=99).max_tokens == 1
     with pytest.raises(InvalidRequestError) as caught:
         resolve(SamplingOptions(), num_prompt_tokens=100)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_text_is_too_long_when_no_tokens_of_the_vocabulary_make_it_shorter() -> None:
+    check_text_length(400, max_model_len=100, max_token_bytes=4)
+    with pytest.raises(InvalidRequestError) as caught:
+        check_text_length(401, max_model_len=100, max_token_bytes=4)
     assert caught.value.code == "context_length_exceeded"
 
 

@@ -68,6 +68,10 @@ class Tokenizer:
         longest_first = sorted(self._special_tokens, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._token_bytes: TokenBytes = token_bytes_of(template)
+        #: Of the longest token.
+        self.max_token_bytes = max(
+            (len(data or b"") for data in self._token_bytes.by_id), default=0
+        )
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:

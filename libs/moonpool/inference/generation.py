@@ -18,6 +18,8 @@ from moonpool.inference.sampling import SamplingParams
 #: OpenAI and vLLM allow four.
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
+#: Far more than any model has; each is compared with each token of an answer.
+MAX_STOP_TOKEN_IDS = 1_024
 MAX_CACHE_SALT_LENGTH = 1024
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -174,6 +176,9 @@ def resolve_sampling(
 ) -> SamplingParams:
     """Check every value and fill in what was not said.
 
+    A `top_k` beyond the vocabulary keeps all of it, so it becomes `vocab_size`. A stop token that is
+    named twice counts once.
+
     Args:
         minted_seed: 64 bits for a request that brought no seed, so that a replay draws the same.
 
@@ -195,20 +200,15 @@ def resolve_sampling(
     if options.seed is not None and not _INT64_MIN <= seed <= _INT64_MAX:
         raise InvalidRequestError("seed must be a signed 64-bit integer.", param="seed")
     check_stop(options.stop)
-    for token_id in options.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids must lie in [0, {vocab_size}), got {token_id}.",
-                param="stop_token_ids",
-            )
+    _check_stop_token_ids(options.stop_token_ids, vocab_size)
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
-        top_k=max(top_k, 0),
+        top_k=min(max(top_k, 0), vocab_size),
         seed=seed & (2**64 - 1),
         max_tokens=_resolve_max_tokens(options.max_tokens, num_prompt_tokens, max_model_len),
         ignore_eos=options.ignore_eos,
-        stop_token_ids=options.stop_token_ids,
+        stop_token_ids=tuple(dict.fromkeys(options.stop_token_ids)),
     )
 
 
@@ -248,6 +248,33 @@ def check_prompt_token_ids(token_ids: tuple[int, ...], *, vocab_size: int) -> No
         )
 
 
+def check_prompt_length(num_prompt_tokens: int, *, max_model_len: int) -> None:
+    """Raises InvalidRequestError unless one more token fits behind the prompt."""
+    if num_prompt_tokens >= max_model_len:
+        raise InvalidRequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"contains {num_prompt_tokens} input tokens. Shorten the prompt.",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+
+
+def check_text_length(num_characters: int, *, max_model_len: int, max_token_bytes: int) -> None:
+    """Raises InvalidRequestError for a text that is too long whatever its tokens are.
+
+    Args:
+        max_token_bytes: Of the longest token in the vocabulary. A character has at least one byte, so
+            the text has at least `num_characters / max_token_bytes` tokens.
+    """
+    if num_characters > max_model_len * max_token_bytes:
+        raise InvalidRequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"has {num_characters} characters, which are more. Shorten the prompt.",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+
+
 def _in_range(name: str, value: float | None, default: float, *, low: float, high: float) -> float:
     if value is None:
         return default
@@ -258,16 +285,24 @@ def _in_range(name: str, value: float | None, default: float, *, low: float, hig
     return value
 
 
+def _check_stop_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(token_ids)}.",
+            param="stop_token_ids",
+        )
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids must lie in [0, {vocab_size}), got {token_id}.",
+                param="stop_token_ids",
+            )
+
+
 def _resolve_max_tokens(wanted: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
     """An explicit value that does not fit is refused; silence means the rest of the context."""
+    check_prompt_length(num_prompt_tokens, max_model_len=max_model_len)
     room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise InvalidRequestError(
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
-            f"contains {num_prompt_tokens} input tokens. Shorten the prompt.",
-            code="context_length_exceeded",
-            param="prompt",
-        )
     if wanted is None:
         return room
     if wanted < 1:

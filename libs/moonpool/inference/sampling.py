@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Values are validated at the door (wire/); here they are in range."""
+    """How tokens are drawn. Values are in range here.
+
+    A client's are checked by `resolve_sampling` (inference/generation.py), a router's by the worker that
+    reads them (wire/request.py).
+    """
 
     #: 0 means greedy: the highest logit, the lowest token id among equals.
     temperature: float = 1.0

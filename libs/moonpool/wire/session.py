@@ -18,7 +18,15 @@ from moonpool.handoff.messages import (
     SourceRef,
     WorkerMessage,
 )
-from moonpool.wire.fields import MAX_TOKENS, between, invalid, known, name
+from moonpool.ids import AttemptId, RequestId
+from moonpool.wire.fields import (
+    MAX_TOKENS,
+    InvalidMessageError,
+    between,
+    invalid,
+    known,
+    name,
+)
 from moonpool.wire.request import (
     attempt_from_pb,
     attempt_id_from_pb,
@@ -157,6 +165,28 @@ def router_message_from_pb(message: pb.RouterMessage) -> RouterHello | RouterMes
             return Ping()
         case _:
             raise invalid("kind", "is not set, or is one that this version does not know")
+
+
+def refusal_of(message: pb.RouterMessage) -> WorkerReport | None:
+    """What a worker answers to a Prefill or Decode that `router_message_from_pb` does not take.
+
+    None for other messages, and where it cannot be read whose attempt it is.
+    """
+    kind = message.WhichOneof("kind")
+    if kind not in ("prefill", "decode"):
+        return None
+    command = message.prefill if kind == "prefill" else message.decode
+    try:
+        attempt_id = AttemptId(
+            RequestId(name(command.request.request_id, f"{kind}.request.request_id")),
+            attempt_from_pb(command.attempt, f"{kind}.attempt"),
+        )
+    except InvalidMessageError:
+        return None
+    return WorkerReport(
+        message=Refused(attempt_id=attempt_id, reason=RefuseReason.NEVER_FITS),
+        is_prefill_side=kind == "prefill",
+    )
 
 
 # -- worker -> router --

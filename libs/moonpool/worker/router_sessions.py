@@ -23,6 +23,7 @@ from moonpool.clock import Clock
 from moonpool.handoff.events import HandoffEvent, RouterLost, RouterMessageReceived
 from moonpool.handoff.messages import RouterKey, RouterMessage, WorkerMessage
 from moonpool.routing.worker_view import WorkerFits
+from moonpool.wire.session import WorkerReport
 from moonpool.wire.spans import Span
 from moonpool.worker.load import Load
 from moonpool.worker.outbox import OutboxContent, RouterOutbox
@@ -113,13 +114,14 @@ class RouterSessions:
     async def serve(
         self,
         router_id: str,
-        messages: AsyncIterator[RouterMessage | None],
+        messages: AsyncIterator[RouterMessage | WorkerReport | None],
         tasks: asyncio.TaskGroup,
     ) -> AsyncGenerator[SessionFrame, None]:
         """Run one session: yield its frames until the router's stream ends.
 
         Args:
-            messages: After the hello; None for a ping. May raise for what cannot be decoded.
+            messages: After the hello; None for a ping, a report for a request that is answered at once.
+                May raise for what cannot be decoded.
             tasks: Holds the task that reads.
         """
         key = RouterKey(f"{router_id}/{next(self._numbers)}")
@@ -166,7 +168,7 @@ class RouterSessions:
         self,
         key: RouterKey,
         session: _Session,
-        messages: AsyncIterator[RouterMessage | None],
+        messages: AsyncIterator[RouterMessage | WorkerReport | None],
     ) -> None:
         iterator = aiter(messages)
         try:
@@ -182,7 +184,9 @@ class RouterSessions:
                 except Exception as error:  # noqa: BLE001 - raised again where the stream can be told
                     session.failure = error
                     return
-                if message is not None:
+                if isinstance(message, WorkerReport):
+                    self.report(key, message.message, is_prefill_side=message.is_prefill_side)
+                elif message is not None:
                     self._handle(RouterMessageReceived(router=key, message=message))
         finally:
             self._end(key, session)

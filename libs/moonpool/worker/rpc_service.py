@@ -22,14 +22,17 @@ from moonpool.errors import (
     UnavailableError,
 )
 from moonpool.handoff.messages import Commit, Open, PrefixOpened, RouterMessage
+from moonpool.wire.fields import InvalidMessageError
 from moonpool.wire.handoff import open_from_pb, source_message_to_pb
 from moonpool.wire.kv_events import snapshot_to_pb
 from moonpool.wire.prefix_read import holder_message_to_pb, prefix_open_from_pb
 from moonpool.wire.request import worker_key_from_pb
 from moonpool.wire.session import (
     Ping,
+    WorkerReport,
     frame_message_to_pb,
     hello_message_to_pb,
+    refusal_of,
     router_message_from_pb,
 )
 from moonpool.wire.steps import steps_to_pb
@@ -184,9 +187,21 @@ async def _first(requests: AsyncIterator[Any], what: str) -> Any:  # Any: genera
         raise DeadlineExceededError(f"No {what} came in {_FIRST_MESSAGE_S:g} s.") from None
 
 
-async def _router_messages(requests: AsyncIterator[Any]) -> AsyncIterator[RouterMessage | None]:
+async def _router_messages(
+    requests: AsyncIterator[Any],
+) -> AsyncIterator[RouterMessage | WorkerReport | None]:
+    """See RouterSessions.serve. One bad request is refused; the stream is everyone's."""
     async for item in requests:
-        message = router_message_from_pb(item)
+        try:
+            message = router_message_from_pb(item)
+        except InvalidMessageError as error:
+            refusal = refusal_of(item)
+            if refusal is None:
+                raise
+            attempt = str(refusal.message.attempt_id)
+            log.warning("worker.request_unreadable", attempt=attempt, why=error.message)
+            yield refusal
+            continue
         if isinstance(message, RouterHello):
             raise InvalidRequestError("A second hello on a session.", param="hello")
         yield None if isinstance(message, Ping) else message
