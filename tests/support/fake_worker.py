@@ -222,6 +222,54 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         session.outgoing.put_nowait(None)
 
 
+def make_hello(
+    key: WorkerKey,
+    *,
+    role: WorkerRole = WorkerRole.DECODE,
+    secret_fingerprint: str = "0" * 16,
+    fingerprint: str = "f" * 64,
+    block_size: int = 16,
+    max_model_len: int = 512,
+) -> WorkerHello:
+    """What a worker with a small pool says of itself."""
+    layout = KvLayout.block_major(
+        num_blocks=16,
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype="float32",
+        block_size=block_size,
+    )
+    return WorkerHello(
+        worker=key,
+        role=role,
+        model="tiny",
+        namespace=ModelNamespace(
+            model_fingerprint=fingerprint,
+            compute_dtype="float32",
+            kv_dtype="float32",
+            block_size=block_size,
+        ),
+        secret_fingerprint=secret_fingerprint,
+        regions=(
+            KvRegion(
+                worker=key,
+                layout=layout,
+                pool_bytes=layout.pool_bytes,
+                digest_kind="xxh3-64",
+                host_id="host",
+                fd_socket="",
+                grpc_address="127.0.0.1:1",
+            ),
+        ),
+        max_model_len=max_model_len,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        grpc_address="127.0.0.1:1",
+        version="0",
+    )
+
+
 @asynccontextmanager
 async def fake_worker(
     cluster: FakeCluster,
@@ -235,42 +283,12 @@ async def fake_worker(
     block_size: int = 16,
 ) -> AsyncIterator[FakeWorker]:
     """A listening worker that has announced itself once."""
-    key = WorkerKey(WorkerId(worker_id), Incarnation(incarnation))
-    layout = KvLayout.block_major(
-        num_blocks=16,
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=8,
-        dtype="float32",
-        block_size=block_size,
-    )
-    hello = WorkerHello(
-        worker=key,
+    hello = make_hello(
+        WorkerKey(WorkerId(worker_id), Incarnation(incarnation)),
         role=role,
-        model="tiny",
-        namespace=ModelNamespace(
-            model_fingerprint=fingerprint or cluster.fingerprint,
-            compute_dtype="float32",
-            kv_dtype="float32",
-            block_size=block_size,
-        ),
         secret_fingerprint=secret_fingerprint or cluster.secret.fingerprint,
-        regions=(
-            KvRegion(
-                worker=key,
-                layout=layout,
-                pool_bytes=layout.pool_bytes,
-                digest_kind="xxh3-64",
-                host_id="host",
-                fd_socket="",
-                grpc_address="127.0.0.1:1",
-            ),
-        ),
-        max_model_len=512,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        grpc_address="127.0.0.1:1",
-        version="0",
+        fingerprint=fingerprint or cluster.fingerprint,
+        block_size=block_size,
     )
     worker = FakeWorker(hello, bus, Subjects(cluster.name))
     await worker.start(cluster.secret.rpc_key)

@@ -4,20 +4,27 @@
     links ---- hellos, frames, cuts --> Membership ->| Dispatcher |-----------------> links
     bus ------ announcements ---------> Membership   +------------+ EmitTokens, EndRequest --> answers
 
-Everything happens on one event loop, synchronously and in order: an event that an effect causes is
-handled after the effects of the event before it. Timers are the machines' own `next_due`.
+Rules
+  1. Everything happens on one event loop, synchronously and in order: an event that an effect causes is
+     handled after the effects of the event before it. Timers are the machines' own `next_due`.
+  2. An exception of a machine or of an effect is a bug: nothing more is handled, and `run` raises it,
+     which ends the process. It must not surface in whatever callback or client's coroutine brought the
+     event.
+  3. A message that does not fit its fields is one request's misfortune: that worker has refused it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import structlog
 
 from moonpool.clock import Clock
+from moonpool.core.protocol import Refused, RefuseReason
 from moonpool.dispatch.dispatcher import Dispatcher
 from moonpool.dispatch.effects import (
     DispatchEffect,
@@ -78,7 +85,11 @@ class Links(Protocol):
     def close(self, address: str) -> None: ...
 
     def send(self, address: str, message: RouterMessage) -> None:
-        """Dropped if the stream has been cut: its end is on its way."""
+        """Dropped if the stream has been cut: its end is on its way.
+
+        Raises:
+            ValueError: A value does not fit its field; nothing was sent.
+        """
         ...
 
 
@@ -130,8 +141,11 @@ class DispatchLoop:
         #: Of joined workers.
         self._hellos: dict[WorkerKey, WorkerHello] = {}
         self._address_by_key: dict[WorkerKey, str] = {}
-        self._events: deque[DispatchEvent] = deque()
+        #: None is a tick.
+        self._events: deque[DispatchEvent | None] = deque()
         self._is_handling = False
+        #: The bug that ends this loop; see rule 2.
+        self._failure: Exception | None = None
         self._wakeup = asyncio.Event()
         self._was_ready = False
         #: The last moment at which a decode worker was there; None: never.
@@ -179,22 +193,24 @@ class DispatchLoop:
     # -- events --
 
     def handle(self, event: DispatchEvent) -> None:
-        """Handle an event and all that it causes."""
-        self._events.append(event)
-        self._drain_events()
+        """Handle an event and all that it causes. Never raises."""
+        self._put(event)
         self._wakeup.set()
 
     def drain(self) -> None:
         self.handle(DrainRequested())
 
     def start(self) -> None:
-        self._change(self._membership.start(self._clock.now()))
+        with self._bugs_kept():
+            self._change(self._membership.start(self._clock.now()))
 
     def on_announced(self, announcement: Announcement) -> None:
-        self._change(self._membership.on_announced(announcement, self._clock.now()))
+        with self._bugs_kept():
+            self._change(self._membership.on_announced(announcement, self._clock.now()))
 
     def on_bus_changed(self, is_connected: bool) -> None:
-        self._change(self._membership.on_bus_changed(is_connected, self._clock.now()))
+        with self._bugs_kept():
+            self._change(self._membership.on_bus_changed(is_connected, self._clock.now()))
 
     def on_hello(self, address: str, hello: WorkerHello) -> None:
         """Who lives at `address` has said who it is."""
@@ -207,17 +223,19 @@ class DispatchLoop:
             // hello.namespace.block_size,
             num_layers=max((region.layout.num_layers for region in hello.regions), default=1),
         )
-        self._hellos[hello.worker] = hello
         incompatibility = self._compatibility.incompatibility(hello)
-        self._change(self._membership.on_hello(address, info, incompatibility, self._clock.now()))
-        if hello.worker not in self._address_by_key:
-            del self._hellos[hello.worker]
+        with self._bugs_kept():
+            now = self._clock.now()
+            effects = self._membership.on_hello(address, info, incompatibility, now)
+            self._change(effects, hello=hello)
 
     def on_refused(self, address: str, reason: str) -> None:
-        self._change(self._membership.on_refused(address, reason, self._clock.now()))
+        with self._bugs_kept():
+            self._change(self._membership.on_refused(address, reason, self._clock.now()))
 
     def on_closed(self, address: str, reason: str) -> None:
-        self._change(self._membership.on_closed(address, reason, self._clock.now()))
+        with self._bugs_kept():
+            self._change(self._membership.on_closed(address, reason, self._clock.now()))
 
     def on_frame(self, address: str, key: WorkerKey, frame: WorkerFrame) -> None:
         """One frame of one worker: its spans, its messages, then its load."""
@@ -236,13 +254,15 @@ class DispatchLoop:
         self.handle(LoadReported(key=key, load=frame.load.worker_load))
 
     async def run(self) -> None:
-        """The timers of both machines. For ever."""
+        """The timers of both machines. For ever; raises what a machine or an effect raised."""
         while True:
             self._wakeup.clear()
             now = self._clock.now()
-            self._change(self._membership.tick(now))
-            self._perform(self._dispatcher.tick(now))
-            self._drain_events()
+            with self._bugs_kept():
+                self._change(self._membership.tick(now))
+            self._put(None)
+            if self._failure is not None:
+                raise self._failure
             due = [self._membership.next_due(), self._dispatcher.next_wakeup(now)]
             wait_s = min(
                 (max(moment - now, 0.0) for moment in due if moment is not None), default=None
@@ -300,17 +320,39 @@ class DispatchLoop:
                 )
             )
 
-    def _drain_events(self) -> None:
+    @contextlib.contextmanager
+    def _bugs_kept(self) -> Iterator[None]:
+        """See rule 2."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - told once, by run()
+            self._failure = self._failure or error
+            self._wakeup.set()
+
+    def _put(self, event: DispatchEvent | None) -> None:
+        if self._failure is not None:
+            return
+        self._events.append(event)
         if self._is_handling:
             return
         self._is_handling = True
         try:
-            while self._events:
-                self._perform(self._dispatcher.handle(self._events.popleft(), self._clock.now()))
+            with self._bugs_kept():
+                while self._events and self._failure is None:
+                    self._perform(self._effects_of(self._events.popleft()))
         finally:
             self._is_handling = False
 
-    def _change(self, effects: Sequence[MembershipEffect]) -> None:
+    def _effects_of(self, event: DispatchEvent | None) -> Sequence[DispatchEffect]:
+        now = self._clock.now()
+        return self._dispatcher.tick(now) if event is None else self._dispatcher.handle(event, now)
+
+    def _change(
+        self, effects: Sequence[MembershipEffect], *, hello: WorkerHello | None = None
+    ) -> None:
+        """Args: hello: Of the worker that joins, if one does."""
+        if self._failure is not None:
+            return
         for effect in effects:
             match effect:
                 case OpenLink(address=address):
@@ -321,6 +363,9 @@ class DispatchLoop:
                 case WorkerJoined(info=info):
                     log.info("worker.joined", worker=str(info.key), role=info.role, at=info.address)
                     self._address_by_key[info.key] = info.address
+                    if hello is not None:
+                        assert hello.worker == info.key, (hello, info)
+                        self._hellos[info.key] = hello
                     namespace = self._hellos[info.key].namespace
                     self._compatibility.adopt(namespace)
                     self._watcher.on_worker_joined(info, namespace)
@@ -350,9 +395,7 @@ class DispatchLoop:
         for effect in effects:
             match effect:
                 case SendPrefill() | SendDecode() | SendAbort():
-                    address = self._address_by_key.get(effect.key)
-                    if address is not None:
-                        self._links.send(address, effect.message)
+                    self._send(effect)
                 case EmitTokens(request_id=request_id, run=run):
                     self._failpoints.hit("router.after_token", run.end_position - 1)
                     answer = self._answers.get(request_id)
@@ -375,6 +418,23 @@ class DispatchLoop:
                     if answer is not None:
                         answer.on_placed(placement, self._clock.unix())
                         self._watcher.on_placed(placement, answer.request)
+
+    def _send(self, effect: SendPrefill | SendDecode | SendAbort) -> None:
+        address = self._address_by_key.get(effect.key)
+        if address is None:
+            return
+        try:
+            self._links.send(address, effect.message)
+        except ValueError as error:
+            attempt_id = effect.message.attempt_id
+            log.error(
+                "request.not_sendable",
+                request_id=attempt_id.request_id,
+                worker=str(effect.key),
+                why=str(error),
+            )
+            refused = Refused(attempt_id=attempt_id, reason=RefuseReason.NEVER_FITS)
+            self._events.append(WorkerMessageReceived(key=effect.key, message=refused))
 
     def _has_decode_worker(self) -> bool:
         return any(

@@ -110,14 +110,16 @@ class WorkerLinks:
                 link.task.cancel()
 
     def send(self, address: str, message: RouterMessage) -> None:
+        """See Links.send."""
         link = self._links.get(address)
         if link is None:
             return
+        encoded = router_message_to_pb(message)
         if len(link.unsent) >= MAX_UNSENT:
             log.warning("worker.does_not_read", address=address, num_unsent=len(link.unsent))
             self._end(link, f"{len(link.unsent)} messages were not taken")
             return
-        link.unsent.append(router_message_to_pb(message))
+        link.unsent.append(encoded)
         link.wakeup.set()
 
     # -- one link --
@@ -158,15 +160,19 @@ class WorkerLinks:
             if link.is_closed:
                 return
             self._listener.on_hello(link.address, hello)
-            while (message := await call.read()) is not grpc.aio.EOF:
-                frame = worker_message_from_pb(message)
+            # What the listener hears may make it close this link, which cannot end its own task.
+            while not link.is_closed:
+                message = await call.read()
                 if link.is_closed:
                     return
+                if message is grpc.aio.EOF:
+                    await _raise_status(call)
+                    return
+                frame = worker_message_from_pb(message)
                 if not isinstance(frame, WorkerFrame):
                     self._end(link, "the worker said hello twice")
                     return
                 self._listener.on_frame(link.address, hello.worker, frame)
-            await _raise_status(call)
 
     async def _outgoing(self, link: _Link) -> AsyncIterator[pb.RouterMessage]:
         yield router_message_to_pb(self._hello())
