@@ -1,4 +1,4 @@
-"""PeerConnector: makes a Peer of a prefill worker's address, or says in words why not."""
+"""PeerConnector: makes a Peer of the address of a worker or a store, or says in words why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers: the workers that this worker reads from. One connection per incarnation, reused.
+"""Peers: the workers and stores that this worker reads from. One connection per incarnation, reused.
 
 Life of a peer
   1. The first to need it connects: gRPC channel, Describe, checks (compatibility.py), copy plan between
