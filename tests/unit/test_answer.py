@@ -15,6 +15,7 @@ from moonpool.inference.generation import GenerationChunk, GenerationDone, Gener
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
+from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Span, Tracer
 from moonpool_router.answer import Answer, PrefillTimes
@@ -32,9 +33,9 @@ class Letters:
         return ""
 
 
-def make_answer(*stop: str) -> Answer:
-    spans: list[Span] = []
-    tracer = Tracer(clock=ManualClock(), sink=spans.append, process="r", rng=random.Random(0))
+def make_answer(*stop: str, spans: list[Span] | None = None) -> Answer:
+    sink = [] if spans is None else spans
+    tracer = Tracer(clock=ManualClock(), sink=sink.append, process="r", rng=random.Random(0))
     request = InferenceRequest(
         request_id=RequestId("r"), model="m", prompt_token_ids=(1,), sampling=SamplingParams()
     )
@@ -119,6 +120,16 @@ async def test_a_failure_from_outside_comes_first_and_is_the_only_one() -> None:
     answer.on_end(end())
     with pytest.raises(UnavailableError):
         await read(answer)
+
+
+async def test_a_failure_from_outside_ends_the_span_of_the_wait() -> None:
+    spans: list[Span] = []
+    answer = make_answer(spans=spans)
+    answer.fail(UnavailableError("down"))
+    answer.on_end(end(None, InternalError("no")))
+    (queue,) = spans
+    assert (queue.name, queue.is_error) == (names.SPAN_QUEUE, True)
+    assert queue.attributes["error.type"] == "service_unavailable"
 
 
 async def test_ttft_parts_come_from_both_clocks() -> None:

@@ -104,6 +104,9 @@ class Answer:
     # -- the writer's side: never blocks --
 
     def on_placed(self, placement: Placement, unix_s: float) -> None:
+        if self._end is not None:
+            # Failed from outside; its reader is about to leave.
+            return
         self._placement = placement
         self._num_attempts = placement.attempt
         self.trace.on_placed(placement)
@@ -152,6 +155,7 @@ class Answer:
     def fail(self, error: MoonpoolError) -> None:
         """End it from outside the request machine (the router goes down)."""
         if self._end is None:
+            self.trace.fail(error)
             self._end = error
             self._wakeup.set()
 

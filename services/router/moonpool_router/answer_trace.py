@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moonpool.dispatch.effects import EndRequest, Placement
+from moonpool.errors import MoonpoolError
 from moonpool.telemetry import names
 from moonpool.telemetry.spans import OpenSpan, Tracer
 from moonpool_router.placement_facts import placement_facts
@@ -47,6 +48,12 @@ class AnswerTrace:
 
     def on_first_token(self) -> None:
         self.root.event(names.EVENT_FIRST_TOKEN)
+
+    def fail(self, error: MoonpoolError) -> None:
+        """It ends for a reason that the request machine does not know."""
+        self._open.fail(error.code)
+        self.root.fail(error.code)
+        self._open.end()
 
     def on_end(self, end: EndRequest) -> None:
         self.root.set_all(
