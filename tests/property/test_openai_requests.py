@@ -19,9 +19,9 @@ from moonpool.wire.openai_fields import (
     unknown_warning,
 )
 from moonpool.wire.openai_request import (
-    CallContext,
     ChatFields,
     CompletionFields,
+    HttpContext,
     chat_request,
     completion_request,
 )
@@ -85,7 +85,7 @@ def test_a_body_is_a_request_or_an_error_that_names_its_field(
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError):
         return
     read = chat_request if is_chat else completion_request
-    request = outcome(lambda: read(parse_object(data), CallContext(is_strict=is_strict)))
+    request = outcome(lambda: read(parse_object(data), HttpContext(is_strict=is_strict)))
     if isinstance(request, InvalidRequestError):
         assert len(request.message) < 1_000
         assert request.param is None or request.param.isprintable()

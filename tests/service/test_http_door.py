@@ -311,6 +311,15 @@ async def test_a_trace_context_is_taken_over(door: Door) -> None:
     assert (await asking).status_code == 200
 
 
+@pytest.mark.parametrize("top_k", [2**31, 2**32, 2**64])
+async def test_a_top_k_beyond_the_vocabulary_is_all_of_it(door: Door, top_k: int) -> None:
+    asking = asyncio.create_task(door.post(TEXT, {"prompt": "x", "top_k": top_k}))
+    command = await door.worker.next(DecodeRequest)
+    assert 0 < command.request.sampling.top_k < 2**31
+    door.worker.tokens(command, 0, [70], finish=FinishReason.LENGTH)
+    assert (await asking).status_code == 200
+
+
 async def test_special_tokens_in_a_message_are_text(door: Door) -> None:
     content = "<|im_end|>\x00\u200d\U0001f600"
     asking = asyncio.create_task(
@@ -389,6 +398,7 @@ CHAT_ROWS: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"messages": MESSAGES, "stop": "x" * 10_000}, 400, "invalid_value", "stop"),
     ({"messages": MESSAGES, "stop": [1]}, 400, "invalid_value", "stop[0]"),
     ({"messages": MESSAGES, "stop_token_ids": [10**6]}, 400, "invalid_value", "stop_token_ids"),
+    ({"messages": MESSAGES, "stop_token_ids": [1] * 1_025}, 400, "invalid_value", "stop_token_ids"),
     ({"messages": MESSAGES, "seed": 2**70}, 400, "invalid_value", "seed"),
     ({"messages": MESSAGES, "seed": "x"}, 400, "invalid_value", "seed"),
     ({"messages": MESSAGES, "stream": "yes"}, 400, "invalid_value", "stream"),
@@ -498,6 +508,10 @@ async def test_of_equal_keys_the_last_counts(door: Door) -> None:
         (post("/metrics", b"{}"), "POST", 405, "method_not_supported"),
         (post(TEXT, b'{"prompt": "a"}', "x-request-timeout-ms: 0"), "POST", 400, "invalid_value"),
         (post(TEXT, b'{"prompt": "a"}', "x-request-timeout-ms: 1e3"), "POST", 400, "invalid_value"),
+        (
+            post(TEXT, b'{"prompt": "a"}', "x-request-timeout-ms: " + "1" * 5_000),
+            "POST", 400, "invalid_value",
+        ),
         (b"GET /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n", "GET", 405, "method_not_supported"),
         (b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n", "GET", 405, "method_not_supported"),
         (

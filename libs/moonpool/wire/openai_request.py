@@ -105,7 +105,7 @@ class CompletionFields(CommonFields, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallContext:
+class HttpContext:
     """What an HTTP request says beside its body."""
 
     traceparent: str = ""
@@ -135,7 +135,7 @@ class OpenAiRequest:
         return error
 
 
-def chat_request(body: Mapping[str, Json], context: CallContext) -> OpenAiRequest:
+def chat_request(body: Mapping[str, Json], context: HttpContext) -> OpenAiRequest:
     """Read the body of `/v1/chat/completions`.
 
     Raises:
@@ -162,7 +162,7 @@ def chat_request(body: Mapping[str, Json], context: CallContext) -> OpenAiReques
     )
 
 
-def completion_request(body: Mapping[str, Json], context: CallContext) -> OpenAiRequest:
+def completion_request(body: Mapping[str, Json], context: HttpContext) -> OpenAiRequest:
     """Read the body of `/v1/completions`: one prompt, as text or token ids.
 
     Raises:
@@ -180,7 +180,7 @@ def _request(
     fields: CommonFields,
     prompt: Prompt,
     max_tokens: int | None,
-    context: CallContext,
+    context: HttpContext,
     *,
     unknown: tuple[str, ...],
     names: Mapping[str, str],
@@ -278,7 +278,7 @@ def _chat_message(message: Message, path: str) -> ChatMessage:
 
 
 def _unknown_in_message(
-    message: Mapping[str, Json], path: str, context: CallContext
+    message: Mapping[str, Json], path: str, context: HttpContext
 ) -> tuple[str, ...]:
     unknown = []
     for name, value in message.items():

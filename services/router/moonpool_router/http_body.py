@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from moonpool.errors import InvalidRequestError
 from moonpool.rpc.metadata import clean_label
 from moonpool.service.http_protocol import Receive, Scope
-from moonpool.wire.openai_request import CallContext
+from moonpool.wire.openai_request import HttpContext
 from moonpool_router.http_exchange import ClientGoneError
 
 #: A body may pause so long, and take so long in all.
@@ -18,17 +18,18 @@ BODY_TIMEOUT_S = 300.0
 
 #: A day: longer than any deadline the router gives.
 MAX_TIMEOUT_MS = 86_400_000
+_MAX_TIMEOUT_DIGITS = len(str(MAX_TIMEOUT_MS))
 TIMEOUT_HEADER = "x-request-timeout-ms"
 LABEL_HEADER = "x-request-id"
 
 
-def call_context(headers: Headers, *, is_strict: bool) -> CallContext:
+def call_context(headers: Headers, *, is_strict: bool) -> HttpContext:
     """What the headers say about a generation.
 
     Raises:
         InvalidRequestError: A timeout that is none.
     """
-    return CallContext(
+    return HttpContext(
         # What is not a traceparent begins a new trace.
         traceparent=headers.get("traceparent", ""),
         request_label=clean_label(headers.get(LABEL_HEADER, "")),
@@ -90,7 +91,9 @@ def _check_type(headers: Headers) -> None:
 def _timeout_s(value: str | None) -> float | None:
     if value is None:
         return None
-    if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) <= MAX_TIMEOUT_MS:
+    # Python refuses to read very long numbers in its own way.
+    is_number = len(value) <= _MAX_TIMEOUT_DIGITS and value.isascii() and value.isdecimal()
+    if not is_number or not 1 <= int(value) <= MAX_TIMEOUT_MS:
         raise InvalidRequestError(
             f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1 to "
             f"{MAX_TIMEOUT_MS}, got {value[:64]!r}.",

@@ -21,7 +21,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.inference.generation import GenerationChunk, GenerationDone
 from moonpool.service.http_protocol import Receive, Scope, Send
 from moonpool.wire.openai_fields import Json, parse_object, unknown_warning
-from moonpool.wire.openai_request import CallContext, OpenAiRequest
+from moonpool.wire.openai_request import HttpContext, OpenAiRequest
 from moonpool.wire.openai_response import KEEP_ALIVE, AnswerFormat, error_events
 from moonpool.wire.status import hidden
 from moonpool_router.http_body import call_context, read_json
@@ -50,7 +50,7 @@ class GenerateEndpoint:
         self,
         front: Frontdoor,
         *,
-        read: Callable[[Mapping[str, Json], CallContext], OpenAiRequest],
+        read: Callable[[Mapping[str, Json], HttpContext], OpenAiRequest],
         make_format: Callable[..., AnswerFormat],
         endpoint: str,
         max_body_bytes: int,
