@@ -269,7 +269,7 @@ async def main():
     server = RpcServer()
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, Servicer(), "moonpool.api.v1.Worker")
     print(await server.start(), flush=True)
-    await server.wait_closed()
+    await asyncio.Event().wait()
 
 asyncio.run(main())
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -92,6 +92,13 @@ class RawHttp:
         """Wait for the server to close the connection."""
         async with asyncio.timeout(_WAIT_S):
             return await self.reader.read() == b""
+
+    async def until_cut(self) -> None:
+        """Take what the server has sent; return when it has cut the connection off."""
+        with suppress(ConnectionResetError):
+            async with asyncio.timeout(_WAIT_S):
+                while await self.reader.read(65_536):
+                    pass
 
 
 @asynccontextmanager

@@ -89,10 +89,6 @@ class Arrival:
         """KV of tokens [0, this) lies verified in the reserved blocks."""
         return min(self._num_verified_blocks * self._block_size, self._num_tokens)
 
-    @property
-    def is_complete(self) -> bool:
-        return self.num_verified_tokens == self._num_tokens
-
     def announce(
         self,
         *,
