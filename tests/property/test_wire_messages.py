@@ -79,6 +79,8 @@ from moonpool.wire.worker import (
     ledger_from_pb,
     ledger_to_pb,
 )
+from support.addresses import addresses
+from support.announcements import make_announce
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -134,7 +136,7 @@ router_messages = st.one_of(
         request=requests,
         attempt=st.integers(1, 9),
         deadline_s=deadlines,
-        source=st.none() | st.builds(SourceRef, key=worker_keys, address=names),
+        source=st.none() | st.builds(SourceRef, key=worker_keys, address=addresses),
     ),
     st.builds(AbortRequest, attempt_id=attempt_ids, choice=st.none() | st.integers(0, 1_023)),
 )
@@ -242,7 +244,7 @@ def regions(draw: st.DrawFn) -> KvRegion:
         digest_kind="xxh3-64",
         host_id=draw(texts),
         fd_socket=draw(texts),
-        grpc_address=draw(names),
+        grpc_address=draw(addresses),
         nixl=draw(st.none() | nixl_accesses),
     )
 
@@ -272,7 +274,7 @@ worker_hellos = st.builds(
     max_model_len=st.integers(1, 2**20),
     max_num_seqs=st.integers(1, 2**20),
     max_num_batched_tokens=st.integers(1, 2**20),
-    grpc_address=names,
+    grpc_address=addresses,
     version=texts,
 )
 
@@ -410,7 +412,7 @@ def test_ledgers(key: WorkerKey, ledger: BlockLedger, handoffs: int, sessions: i
     assert ledger_from_pb(over_the_wire(ledger_to_pb(report))) == report
 
 
-@given(worker_keys, st.sampled_from(WorkerRole), names, loads, counts, st.booleans())
+@given(worker_keys, st.sampled_from(WorkerRole), addresses, loads, counts, st.booleans())
 @settings(max_examples=50)
 def test_announcements(
     key: WorkerKey,
@@ -482,6 +484,17 @@ def test_a_damaged_message_raises_nothing_but_our_errors(
 def test_junk_on_the_bus_is_a_typed_error(data: bytes) -> None:
     with contextlib.suppress(InvalidMessageError, FailedPreconditionError):
         decode_announce(data)
+
+
+@pytest.mark.parametrize(
+    "address", ["::1:80", "[::1]", "h", "h:", "h:123456", "[h]:1", "a b:1", ""]
+)
+def test_an_address_that_cannot_be_dialled_is_not_announced(address: str) -> None:
+    message = control_pb2.Announce.FromString(encode_announce(make_announce("h:1")))
+    message.grpc_address = address
+    with pytest.raises(InvalidMessageError) as caught:
+        decode_announce(message.SerializeToString())
+    assert caught.value.param == "grpc_address"
 
 
 def test_too_large_for_the_bus() -> None:

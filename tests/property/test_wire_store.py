@@ -37,6 +37,7 @@ from moonpool.wire.store import (
     unpin_chain_from_pb,
     unpin_chain_to_pb,
 )
+from support.addresses import addresses
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -50,7 +51,7 @@ offers = st.builds(
     store=keys,
     tenant=names,
     hashes=chains,
-    source=st.builds(SourceRef, key=keys, address=names),
+    source=st.builds(SourceRef, key=keys, address=addresses),
     deadline_s=st.integers(1, 600_000).map(lambda ms: ms / 1_000),
 )
 answers = st.builds(PutAnswer, num_wanted_blocks=st.integers(0, 2**20)) | st.builds(

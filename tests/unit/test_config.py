@@ -31,7 +31,7 @@ from moonpool.config.schema import (
     default_data_dir,
 )
 from moonpool.config.secret import load_or_create_secret
-from moonpool.config.values import format_size, parse_cpus, parse_size
+from moonpool.config.values import format_size, host_port, parse_cpus, parse_size
 from moonpool.errors import ConfigError
 from moonpool.kv.eviction import EvictionName
 from moonpool.routing.config import PolicyName, RoutingConfig
@@ -146,6 +146,12 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         ),
         ("[router]\nhost = '0.0.0.0'", "can be reached by others: allowed with an api_key"),
         ("[worker]\nhost = '0.0.0.0'", "set advertise_host"),
+        (
+            "[worker]\nadvertise_host = '10.0.0.1:80'",
+            "worker.advertise_host = '10.0.0.1:80' (cluster.toml): allowed is a name or an IP address",
+        ),
+        ("[router]\nhost = '[::1'", "allowed is a name or an IP address, without a port"),
+        ("[router]\nseeds = ['::1:8001']", "router.seeds[0] = '::1:8001'"),
         ("[worker]\ntransports = ['shm', 'shm']", "each may be named once"),
         ("[worker]\nmax_num_batched_tokens = 2", "allowed is at most max_num_batched_tokens = 2"),
         (
@@ -350,3 +356,22 @@ def test_where_the_data_lies() -> None:
     assert default_data_dir({"MOONPOOL_HOME": "/a", "XDG_DATA_HOME": "/b"}) == Path("/a")
     assert default_data_dir({"XDG_DATA_HOME": "/b"}) == Path("/b/moonpool")
     assert default_data_dir({}) == Path.home() / ".local/share/moonpool"
+
+
+@pytest.mark.parametrize(
+    ("host", "bound", "dialled"),
+    [
+        ("10.0.0.1", "10.0.0.1", "10.0.0.1:80"),
+        ("decode-0.local", "decode-0.local", "decode-0.local:80"),
+        ("::1", "::1", "[::1]:80"),
+        ("[fd00::7]", "fd00::7", "[fd00::7]:80"),
+    ],
+)
+def test_a_host_has_brackets_only_where_a_port_follows(
+    tmp_path: Path, host: str, bound: str, dialled: str
+) -> None:
+    text = f"model = 'm'\n[worker]\nhost = '{host}'\n[router]\nseeds = ['{dialled}']\n"
+    config = load(tmp_path, text).config
+    assert config.worker.host == bound
+    assert host_port(host, 80) == host_port(bound, 80) == dialled
+    assert config.router.seeds == (dialled,)

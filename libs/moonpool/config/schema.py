@@ -20,7 +20,14 @@ from pydantic import (
     model_validator,
 )
 
-from moonpool.config.values import CpuList, SizeBytes, is_loopback, is_wildcard
+from moonpool.config.values import (
+    Address,
+    CpuList,
+    Host,
+    SizeBytes,
+    is_loopback,
+    is_wildcard,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 RoleName = Literal["prefill", "decode", "both"]
@@ -36,12 +43,6 @@ DiskAdmissionName = Literal["all", "second_hit", "budget"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 Port = Annotated[int, Field(ge=0, le=65_535)]
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
-Host = Annotated[
-    str, StringConstraints(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9.:_\[\]-]+$")
-]
-Address = Annotated[
-    str, StringConstraints(max_length=260, pattern=r"^[A-Za-z0-9._\[\]:-]+:\d{1,5}$")
-]
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:

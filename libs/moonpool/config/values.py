@@ -6,7 +6,7 @@ import ipaddress
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, StringConstraints
 
 _UNITS = {
     "": 1,
@@ -81,6 +81,28 @@ def without_credentials(text: str) -> str:
     return _CREDENTIALS.sub("//...@", text)
 
 
+def plain_host(value: str) -> str:
+    """`[::1]` -> `::1`: brackets belong to an address with a port.
+
+    Raises:
+        ValueError: Colons or brackets, but no IPv6 address.
+    """
+    if not any(sign in value for sign in ":[]"):
+        return value
+    host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        raise ValueError("allowed is a name or an IP address, without a port") from None
+    return host
+
+
+def host_port(host: str, port: int) -> str:
+    """What peers dial and URLs contain: `10.0.0.1:80`, `[::1]:80`. The host may have its brackets already."""
+    plain = host.strip("[]")
+    return f"[{plain}]:{port}" if ":" in plain else f"{plain}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach `host`."""
     if host == "localhost":
@@ -99,5 +121,16 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+#: As it is bound: no brackets, no port.
+Host = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9.:_\[\]-]+$"),
+    AfterValidator(plain_host),
+]
+#: As it is dialled: host:port, an IPv6 address in brackets.
+Address = Annotated[
+    str,
+    StringConstraints(max_length=260, pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$"),
+]
 SizeBytes = Annotated[int, BeforeValidator(parse_size)]
 CpuList = Annotated[tuple[int, ...], BeforeValidator(parse_cpus)]

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from moonpool.config.values import is_loopback
+from moonpool.config.values import host_port, is_loopback
 from moonpool.errors import ConfigError, UnavailableError
 from moonpool.rpc.auth import KeyInterceptor
 from moonpool.rpc.interceptor import ErrorInterceptor
@@ -71,8 +71,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """`host:port` for peers. Only after `start`."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self.port}"
+        return host_port(self._host, self.port)
 
     def add(
         self,
@@ -98,8 +97,7 @@ class RpcServer:
         reflection.enable_server_reflection(
             (*self._service_names, reflection.SERVICE_NAME), self._server
         )
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        target = f"{host}:{self._requested_port}"
+        target = host_port(self._host, self._requested_port)
         try:
             self._port = self._server.add_insecure_port(target)
         except RuntimeError as error:
@@ -123,6 +121,3 @@ class RpcServer:
     async def stop(self, *, grace_s: float) -> None:
         """Refuse new calls, wait `grace_s` for the running ones, cancel the rest. Idempotent."""
         await self._server.stop(grace_s)
-
-    async def wait_closed(self) -> None:
-        await self._server.wait_for_termination()

@@ -18,6 +18,7 @@ import socket
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from moonpool.config.values import host_port
 from moonpool.errors import UnavailableError
 from moonpool.service.http_protocol import (
     IDLE_S,
@@ -72,12 +73,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         """`http://host:port`. Only after `start`."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._state.connections)
+        return f"http://{host_port(self._host, self.port)}"
 
     async def start(self) -> int:
         """Bind and listen. Returns the real port.
@@ -100,7 +96,7 @@ class HttpServer:
             )
         except OSError as error:
             raise UnavailableError(
-                f"Cannot listen on {self._host}:{self._requested_port}: {error.strerror}.",
+                f"Cannot listen on {host_port(self._host, self._requested_port)}: {error.strerror}.",
                 code="address_in_use",
             ) from error
         self._port = listener.getsockname()[1]

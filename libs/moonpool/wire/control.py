@@ -8,7 +8,7 @@ from moonpool.api.v1 import control_pb2 as pb
 from moonpool.ids import WorkerKey
 from moonpool.kv.published_set import SetHead
 from moonpool.routing.worker_view import WorkerRole
-from moonpool.wire.fields import between, decode, name, text
+from moonpool.wire.fields import address, between, decode, text
 from moonpool.wire.kv_events import head_from_pb, head_to_pb
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 from moonpool.wire.worker import (
@@ -91,7 +91,7 @@ def decode_announce(data: bytes) -> ReceivedAnnounce:
     return ReceivedAnnounce(
         worker=worker_key_from_pb(message.worker, "worker"),
         role=role_from_pb(message.role, "role"),
-        grpc_address=name(message.grpc_address, "grpc_address"),
+        grpc_address=address(message.grpc_address, "grpc_address"),
         model=text(message.model, "model"),
         sequence=message.sequence,
         load=load_from_pb(message.load, "load"),

@@ -21,6 +21,7 @@ MAX_TEXT_LENGTH = 4_096
 MAX_TOKENS = 1 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):[0-9]{1,5}")
 
 MessageT = TypeVar("MessageT", bound=Message)
 T = TypeVar("T")
@@ -53,13 +54,24 @@ def decode(message_type: type[MessageT], data: bytes, *, max_bytes: int) -> Mess
 
 
 def name(value: str, path: str, *, max_length: int = MAX_NAME_LENGTH) -> str:
-    """A non-empty printable token without spaces: ids, addresses, model names."""
+    """A non-empty printable token without spaces: ids, model names."""
     if not value:
         raise invalid(path, "is missing")
     if len(value) > max_length:
         raise invalid(path, f"has {len(value)} characters; at most {max_length} are allowed")
     if not _NAME.fullmatch(value):
         raise invalid(path, f"has a character that a name cannot have: {_shown(value)}")
+    return value
+
+
+def address(value: str, path: str) -> str:
+    """host:port as it is dialled: an IPv6 address is in brackets."""
+    if len(value) > MAX_NAME_LENGTH:
+        raise invalid(path, f"has {len(value)} characters; at most {MAX_NAME_LENGTH} are allowed")
+    if not _ADDRESS.fullmatch(value):
+        raise invalid(
+            path, f"is {_shown(value)}; allowed is host:port, like 10.0.0.1:80 or [::1]:80"
+        )
     return value
 
 

@@ -11,7 +11,7 @@ from moonpool.handoff.messages import SourceRef
 from moonpool.ids import BlockHash, WorkerKey
 from moonpool.tiering.breaker import BreakerState
 from moonpool.tiering.protocol import PinKind, PutRefusal, StoreStats, TenantUse
-from moonpool.wire.fields import MAX_TOKENS, between, invalid, known, name, text
+from moonpool.wire.fields import MAX_TOKENS, address, between, invalid, known, name, text
 from moonpool.wire.prefix_read import HASH_BYTES
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 
@@ -130,7 +130,7 @@ def put_offer_from_pb(message: pb.PutRequest) -> PutOffer:
         hashes=_chain(message.hashes),
         source=SourceRef(
             key=worker_key_from_pb(message.source, "source"),
-            address=name(message.source_address, "source_address"),
+            address=address(message.source_address, "source_address"),
         ),
         deadline_s=deadline_ms / 1_000,
     )

@@ -12,7 +12,7 @@ from moonpool.ids import WorkerKey
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.region import KvRegion
 from moonpool.routing.worker_view import WorkerFits, WorkerLoad, WorkerRole
-from moonpool.wire.fields import between, invalid, name, text
+from moonpool.wire.fields import address, between, invalid, name, text
 from moonpool.wire.fits import fits_from_pb, fits_to_pb
 from moonpool.wire.layout import region_from_pb, region_to_pb
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
@@ -195,7 +195,7 @@ def worker_hello_from_pb(message: pb.WorkerHello) -> WorkerHello:
         max_num_batched_tokens=between(
             message.max_num_batched_tokens, "max_num_batched_tokens", low=1, high=2**31 - 1
         ),
-        grpc_address=name(message.grpc_address, "grpc_address"),
+        grpc_address=address(message.grpc_address, "grpc_address"),
         version=text(message.version, "version", max_length=64),
         kv_eviction_policy=text(message.kv_eviction_policy, "kv_eviction_policy", max_length=64),
     )

@@ -29,7 +29,7 @@ from moonpool.bus.subjects import Subjects
 from moonpool.clock import Clock
 from moonpool.config.process import CommonSettings
 from moonpool.config.secret import ClusterSecret, load_or_create_secret
-from moonpool.config.values import is_loopback
+from moonpool.config.values import host_port, is_loopback
 from moonpool.core.protocol import Command
 from moonpool.errors import ConfigError, FailedPreconditionError
 from moonpool.failpoints import Failpoints
@@ -238,7 +238,7 @@ class KvNode:
         self._server = server
         await server.start()
         life.stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
-        address = f"{settings.advertise_host or settings.host}:{server.port}"
+        address = host_port(settings.advertise_host or settings.host, server.port)
         facts = {"grpc_address": address, "incarnation": key.incarnation}
         return NodeParts(
             key=key,
