@@ -22,6 +22,7 @@ from moonpool.ids import AttemptId, RequestId
 from moonpool.wire.fields import (
     MAX_TOKENS,
     InvalidMessageError,
+    address,
     between,
     invalid,
     known,
@@ -310,7 +311,7 @@ def _frame_from_pb(frame: pb.WorkerFrame) -> WorkerFrame:
 def _source_from_pb(message: pb.Source, path: str) -> SourceRef:
     return SourceRef(
         key=worker_key_from_pb(message.worker, f"{path}.worker"),
-        address=name(message.grpc_address, f"{path}.grpc_address"),
+        address=address(message.grpc_address, f"{path}.grpc_address"),
     )
 
 
@@ -325,7 +326,7 @@ def _peer_to_pb(peer: PeerPrefix | None) -> pb.Peer | None:
 def _peer_from_pb(message: pb.Peer, path: str) -> PeerPrefix:
     return PeerPrefix(
         key=worker_key_from_pb(message.worker, f"{path}.worker"),
-        address=name(message.grpc_address, f"{path}.grpc_address"),
+        address=address(message.grpc_address, f"{path}.grpc_address"),
         num_tokens=between(message.num_tokens, f"{path}.num_tokens", low=1, high=2 * MAX_TOKENS),
     )
 
