@@ -37,6 +37,7 @@ from moonpool.tiering.breaker import BreakerConfig
 from moonpool.tiering.offloader import OffloaderConfig
 from moonpool.tiering.protocol import PutRefusal
 from moonpool.transport.base import KvRead, ReadResult
+from moonpool.worker.announcements import Announcements
 from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 from moonpool.worker.offload import KvOffload
 from moonpool.worker.peers import Peer, PeerDirectory
@@ -146,9 +147,12 @@ async def stage(config: OffloaderConfig = CONFIG) -> AsyncIterator[Stage]:
         is_checked=True,
     )
     async with MemoryBus(broker) as bus, asyncio.TaskGroup() as tasks:
+        announcements = Announcements(bus, SUBJECTS)
+        announcements.add_listener(offload.on_announced)
         running = [
             tasks.create_task(peers.run()),
-            tasks.create_task(offload.run(bus, SUBJECTS)),
+            tasks.create_task(offload.run(bus)),
+            tasks.create_task(announcements.run()),
         ]
         staged = Stage(offload=offload, bus=bus, metrics=metrics)
         # Its subscription holds before anybody is announced.

@@ -54,6 +54,7 @@ from moonpool.transport.base import ByteArray, LocalPool, Transport
 from moonpool.transport.grpc_server import kv_read_handler
 from moonpool.transport.select import TransportSelector
 from moonpool.wire.worker import WorkerHello
+from moonpool.worker.announcements import Announcements
 from moonpool.worker.announcer import Announcer
 from moonpool.worker.books import WorkerBooks
 from moonpool.worker.compatibility import handoff_fingerprint
@@ -374,17 +375,19 @@ class KvNode:
         )
         life.spawn(announcer.run(), name="announcer")
         life.spawn(shell.kv.run(bus, self.subjects), name="kv-events")
-        if shell.offload is not None:
-            life.spawn(shell.offload.run(bus, self.subjects), name="offload")
         return bus
 
-    def scout_peers(self, life: Life, bus: Bus) -> None:
-        """Connect to others as soon as they announce themselves."""
+    def follow_others(self, life: Life, bus: Bus) -> None:
+        """Connect to others as soon as they announce themselves, and offer blocks to the stores among them."""
         shell = self.shell
-        scout = PeerScout(
-            bus=bus, subjects=self.subjects, peers=shell.peers, own=shell.hello.worker
-        )
+        announcements = Announcements(bus, self.subjects)
+        scout = PeerScout(peers=shell.peers, own=shell.hello.worker)
+        announcements.add_listener(scout.on_announced)
         life.spawn(scout.run(), name="scout")
+        if shell.offload is not None:
+            announcements.add_listener(shell.offload.on_announced)
+            life.spawn(shell.offload.run(bus), name="offload")
+        life.spawn(announcements.run(), name="announcements")
 
     @property
     def subjects(self) -> Subjects:

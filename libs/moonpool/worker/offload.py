@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from moonpool.bus.protocol import Bus
-from moonpool.bus.subjects import Subjects
 from moonpool.clock import Clock
 from moonpool.errors import MoonpoolError
 from moonpool.handoff.events import (
@@ -35,7 +34,7 @@ from moonpool.rpc.metadata import call_metadata
 from moonpool.rpc.store import offer_blocks
 from moonpool.tiering.live_stores import StoreAnnounced
 from moonpool.tiering.offloader import BeginPut, Offloader, OffloaderConfig, PutOutcome
-from moonpool.wire.control import decode_announce
+from moonpool.wire.control import ReceivedAnnounce
 from moonpool.wire.store import PutOffer
 from moonpool.worker.books import WorkerBooks
 from moonpool.worker.peers import PeerDirectory
@@ -84,7 +83,21 @@ class KvOffload:
         self._due_at: float | None = None
         self._num_missed_blocks = 0
 
-    # -- from the worker's shell; each returns at once --
+    # -- from the bus and the worker's shell; each returns at once --
+
+    def on_announced(self, announce: ReceivedAnnounce) -> None:
+        """Someone lives, or leaves."""
+        if announce.role is not WorkerRole.STORE:
+            return
+        announced = StoreAnnounced(
+            key=announce.worker,
+            address=announce.grpc_address,
+            sequence=announce.sequence,
+            valid_for_s=announce.valid_for_s,
+            is_leaving=announce.is_leaving or announce.load.is_draining,
+        )
+        if self._machine.on_announced(announced, self._clock.now()):
+            self._wakeup.set()
 
     def take(self, events: Iterable[CacheEvent]) -> None:
         """The cache has changed."""
@@ -126,11 +139,10 @@ class KvOffload:
 
     # -- beside it --
 
-    async def run(self, bus: Bus, subjects: Subjects) -> None:
-        """Follow the stores and offer what is due, until cancelled."""
+    async def run(self, bus: Bus) -> None:
+        """Offer what is due to the stores that `on_announced` has heard of, until cancelled."""
         bus.on_connection(self._on_connection)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._listen(bus, subjects), name="stores")
             while True:
                 self._wakeup.clear()
                 now = self._clock.now()
@@ -147,25 +159,6 @@ class KvOffload:
                         await self._wakeup.wait()
                 except TimeoutError:
                     continue
-
-    async def _listen(self, bus: Bus, subjects: Subjects) -> None:
-        async for message in await bus.subscribe(subjects.announces):
-            try:
-                announce = decode_announce(message.data)
-            except MoonpoolError as error:
-                log.debug("bus.unreadable", subject=message.subject, reason=error.message)
-                continue
-            if announce.role is not WorkerRole.STORE:
-                continue
-            announced = StoreAnnounced(
-                key=announce.worker,
-                address=announce.grpc_address,
-                sequence=announce.sequence,
-                valid_for_s=announce.valid_for_s,
-                is_leaving=announce.is_leaving or announce.load.is_draining,
-            )
-            if self._machine.on_announced(announced, self._clock.now()):
-                self._wakeup.set()
 
     def _on_connection(self, is_connected: bool) -> None:
         self._machine.on_bus_changed(is_connected, self._clock.now())

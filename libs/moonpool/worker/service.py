@@ -140,7 +140,7 @@ class WorkerService:
         ready = await engine.boot()
         log.info("worker.engine_ready", load_s=round(ready.load_s, 3), layout=_words(layout))
         bus = await node.serve(life, parts)
-        node.scout_peers(life, bus)
+        node.follow_others(life, bus)
         return parts.facts
 
     async def announce_drain(self) -> None:
