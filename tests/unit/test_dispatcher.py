@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -111,9 +112,14 @@ class Router:
         return self(LoadReported(key=worker, load=load))
 
     def arrive(
-        self, request: InferenceRequest = A, deadline_s: float = 60.0
+        self,
+        request: InferenceRequest = A,
+        deadline_s: float = 60.0,
+        queue_timeout_s: float = math.inf,
     ) -> list[DispatchEffect]:
-        return self(RequestArrived(request=request, deadline_s=deadline_s))
+        return self(
+            RequestArrived(request=request, deadline_s=deadline_s, queue_timeout_s=queue_timeout_s)
+        )
 
     def hear(self, worker: WorkerKey, message: WorkerMessage) -> list[DispatchEffect]:
         return self(WorkerMessageReceived(key=worker, message=message))
@@ -478,6 +484,53 @@ def test_a_deadline_ends_a_request(is_queued: bool) -> None:
     end = ended(0, None, error_code="deadline_exceeded", num_attempts=0 if is_queued else 1)
     assert r.at(7.0) == [end, *([] if is_queued else [abort(P), abort(D)])]
     assert r.machine.next_wakeup(7.0) is None
+
+
+def timed_out(num_attempts: int) -> EndRequest:
+    return ended(0, None, error_code="deadline_exceeded", num_attempts=num_attempts)
+
+
+def test_nobody_waits_for_workers_past_the_queue_deadline() -> None:
+    r = Router()
+    r.arrive(queue_timeout_s=3.0)
+    assert r.machine.next_wakeup(0.0) == 3.0
+    assert r.at(2.9) == []
+    assert r.at(3.0) == [timed_out(num_attempts=0)]
+    assert r.machine.next_wakeup(3.0) is None
+
+
+def test_a_request_without_time_is_not_placed(r: Router) -> None:
+    assert r.arrive(deadline_s=0.0) == [timed_out(num_attempts=0)]
+
+
+def test_a_refused_request_waits_no_longer_than_one_that_was_never_placed() -> None:
+    r = Router(P, D)
+    r.arrive(queue_timeout_s=0.5)
+    assert r.refuse(D) == [abort(P)]
+    assert r.at(0.5) == [timed_out(num_attempts=1)]
+
+
+def test_a_request_refused_after_its_queue_deadline_does_not_wait_again() -> None:
+    r = Router(P, D, D2)
+    r.arrive(queue_timeout_s=3.0)
+    # It is on its workers then.
+    assert r.at(3.0) == []
+    # Another one has room: that is no wait.
+    assert r.refuse(D) == [abort(P), *sent(2, decode=D2, deadline_s=57.0)]
+    assert r.refuse(D2, number=2) == [abort(P, 2)]
+    assert r.machine.next_wakeup(3.0) == 3.0
+    assert r.at(3.0) == [timed_out(num_attempts=2)]
+
+
+def test_a_request_with_a_token_waits_up_to_its_own_deadline() -> None:
+    r = Router(P, D)
+    r.arrive(queue_timeout_s=3.0)
+    r.tokens(P, 0, 50)
+    r.refuse(D)
+    replay = replace(A, emitted_token_ids=(50,))
+    assert r.at(3.0) == sent(2, request=replay, deadline_s=57.0)
+    r.refuse(D, number=2)
+    assert r.machine.next_wakeup(3.0) == 4.0
 
 
 def test_output_that_is_not_finite_is_our_fault(r: Router) -> None:

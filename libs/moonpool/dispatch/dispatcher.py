@@ -15,6 +15,8 @@ Rules
   leave the request in the queue, in order of arrival, until there is room or its deadline passes.
 - The decode worker decides about a lost prefill worker: it may have all it needs, or repair the rest.
   A request does not go back to a source that it lost; without another the decode worker prefills it.
+- A request that waits here past its queue deadline, also after workers refused it, fails unless the client
+  has a token: what has begun is worth waiting for, up to the request's own deadline.
 - A request that was in flight on two workers that died is taken for the cause and fails.
 - When an attempt or a request ends, it is aborted on every worker that did not end it itself.
 - A request ends exactly once: finish, error, cancel or deadline, whichever comes first.
@@ -90,6 +92,9 @@ from moonpool.inference.cached_tokens import CachedTokens
 from moonpool.inference.generation import Usage
 from moonpool.inference.output import FinishReason, TokenRun
 
+#: When a client that nobody had room for may come again.
+_RETRY_AFTER_S = 2.0
+
 
 class _Placing(enum.Enum):
     """What became of a queued request that was looked at."""
@@ -113,7 +118,8 @@ class Dispatcher:
         self._requests: dict[RequestId, RequestRecord] = {}
         #: The QUEUED ones.
         self._queue = RequestQueue()
-        #: Heap of deadlines; entries of ended requests are skipped, and swept when they are many.
+        #: Heap of deadlines, requests' own and those of their waits; entries of ended requests are
+        #: skipped, and swept when they are many.
         self._deadlines: list[tuple[float, RequestId]] = []
         self._fleet = Fleet(config)
         self._placer = Placer(config.routing, self._fleet, match)
@@ -156,7 +162,7 @@ class Dispatcher:
             _, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
             if request is not None:
-                self._on_deadline(request)
+                self._on_deadline(request, now)
         return self._finish_turn(now)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -211,10 +217,14 @@ class Dispatcher:
         self._queue.validate(queued)
         decoding: dict[WorkerKey, set[RequestId]] = {}
         prefilling: dict[WorkerKey, set[RequestId]] = {}
-        with_deadline = {request_id for _, request_id in self._deadlines}
+        deadlines = set(self._deadlines)
         for request_id, request in self._requests.items():
             assert request.request_id == request_id, request
-            assert request_id in with_deadline, request
+            assert (request.deadline_at, request_id) in deadlines, request
+            if request.is_queue_timed:
+                assert (request.queue_deadline_at, request_id) in deadlines, request
+            else:
+                assert request.emitted or request.state is not DispatchState.QUEUED, request
             assert (request.placed is None) == (request.state is DispatchState.QUEUED), request
             assert len(request.emitted) < request.request.sampling.max_tokens, request
             assert request.num_failures < self._config.max_failures, request
@@ -235,13 +245,22 @@ class Dispatcher:
     # -- clients --
 
     def _on_request_arrived(self, event: RequestArrived, now: float) -> None:
-        request = RequestRecord(request=event.request, deadline_at=now + event.deadline_s)
+        request = RequestRecord(
+            request=event.request,
+            deadline_at=now + event.deadline_s,
+            queue_deadline_at=now + event.queue_timeout_s,
+        )
         assert request.request_id not in self._requests, request
         assert not event.request.emitted_token_ids, request
         assert event.request.num_remaining_tokens > 0, request
         if self._is_draining:
             self._append_end(
                 request, None, UnavailableError("the router is draining", code="draining")
+            )
+            return
+        if event.deadline_s <= 0:
+            self._append_end(
+                request, None, QueueDeadlineError("the deadline passed before it came")
             )
             return
         if len(self._queue) >= self._config.max_queued_requests:
@@ -263,11 +282,22 @@ class Dispatcher:
             del request.emitted[event.num_output_tokens :]
             self._end(request, FinishReason.STOP, None)
 
-    def _on_deadline(self, request: RequestRecord) -> None:
-        if request.emitted or request.state is not DispatchState.QUEUED:
-            self._fail(request, DeadlineExceededError("the deadline passed while it ran"))
-        else:
+    def _on_deadline(self, request: RequestRecord, now: float) -> None:
+        """One of its two deadlines has passed."""
+        is_waiting = request.state is DispatchState.QUEUED and not request.emitted
+        if request.deadline_at <= now and is_waiting:
             self._fail(request, QueueDeadlineError("the deadline passed while it was queued"))
+        elif request.deadline_at <= now:
+            self._fail(request, DeadlineExceededError("the deadline passed while it ran"))
+        elif is_waiting:
+            self._fail(
+                request,
+                QueueDeadlineError(
+                    "No worker had room for the request in time.", retry_after_s=_RETRY_AFTER_S
+                ),
+            )
+        else:
+            request.is_queue_timed = False
 
     # -- workers --
 
@@ -482,6 +512,9 @@ class Dispatcher:
         request.state = DispatchState.QUEUED
         self._queue.add(request.request.age)
         self._may_place = True
+        if not request.emitted and not request.is_queue_timed:
+            request.is_queue_timed = True
+            heapq.heappush(self._deadlines, (request.queue_deadline_at, request.request_id))
 
     def _begin_running(self, request: RequestRecord) -> None:
         if request.state is DispatchState.PLACED:
@@ -601,6 +634,6 @@ class Dispatcher:
         heap = self._deadlines
         while heap and heap[0][1] not in self._requests:
             heapq.heappop(heap)
-        if len(heap) > 2 * len(self._requests) + 64:
+        if len(heap) > 4 * len(self._requests) + 64:
             self._deadlines = [entry for entry in heap if entry[1] in self._requests]
             heapq.heapify(self._deadlines)

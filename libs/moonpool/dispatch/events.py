@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moonpool.handoff.messages import WorkerMessage
@@ -15,8 +16,10 @@ class RequestArrived:
     """An admitted request: validated, tokenized, seeded; `emitted_token_ids` is empty."""
 
     request: InferenceRequest
-    #: Time that is left, in seconds.
+    #: Time that is left, in seconds; without any it ends at once.
     deadline_s: float
+    #: Of it, how much may have passed when it waits for workers and has no token; inf: all.
+    queue_timeout_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

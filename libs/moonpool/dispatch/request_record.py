@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 
 from moonpool.ids import AttemptId, RequestId, WorkerKey
@@ -45,6 +46,10 @@ class RequestRecord:
 
     request: InferenceRequest
     deadline_at: float
+    #: From here on it ends instead of waiting for workers, unless the client has a token.
+    queue_deadline_at: float = math.inf
+    #: The dispatcher's heap holds `queue_deadline_at`.
+    is_queue_timed: bool = False
     #: What the client has, in order; grows in place.
     emitted: list[int] = field(default_factory=list)
     state: DispatchState = DispatchState.QUEUED
