@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from moonpool.errors import MoonpoolError, UnavailableError
+from moonpool.errors import MoonpoolError, OverloadedError, UnavailableError
 from moonpool.handoff.messages import DecodeRequest
 from moonpool.ids import RequestId
 from moonpool.inference.generation import (
@@ -55,11 +55,24 @@ class ScriptedFront:
     def __init__(self, script: Callable[[], AsyncIterator[GenerationEvent]]) -> None:
         self._script = script
         self.left = asyncio.Event()
+        self.is_full = False
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        if self.is_full:
+            raise OverloadedError("full")
+        yield
 
     @asynccontextmanager
     async def submit(
-        self, request: GenerationRequest, *, endpoint: str, request_id: RequestId | None = None
+        self,
+        request: GenerationRequest,
+        *,
+        endpoint: str,
+        request_id: RequestId | None = None,
+        is_admitted: bool = False,
     ) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
+        assert is_admitted
         try:
             yield self._script()
         finally:
@@ -116,6 +129,26 @@ async def test_a_client_that_takes_nothing_loses_its_request() -> None:
         async with asyncio.timeout(10):
             await front.left.wait()
         await raw.until_cut()
+
+
+async def test_a_full_router_does_not_read_the_body() -> None:
+    front = ScriptedFront(lambda: Script())
+    front.is_full = True
+    async with serving(front) as server, raw_http(server.port) as raw:
+        head, _ = post(TEXT, b"x" * 1_000).split(b"\r\n\r\n")
+        await raw.send(head + b"\r\n\r\n")
+        response = await raw.response()
+        assert (response.status, response.error["code"]) == (503, "server_overloaded")
+
+
+async def test_a_large_body_is_read_like_a_small_one() -> None:
+    front = ScriptedFront(lambda: Script(DONE))
+    async with serving(front) as server, httpx.AsyncClient(base_url=server.url) as client:
+        for prompt in ("a", "a" * 100_000):
+            body = {"prompt": prompt, "stream": True}
+            assert (await client.post(TEXT, json=body)).text.endswith("data: [DONE]\n\n")
+        response = await client.post(TEXT, json={"prompt": "a" * 100_000, "n": 2})
+        assert response.json()["error"]["param"] == "n"
 
 
 async def test_a_client_that_reads_keeps_its_request() -> None:

@@ -10,6 +10,7 @@ from moonpool.api.v1 import inference_pb2, inference_pb2_grpc
 from moonpool.ids import RequestId
 from moonpool.inference.generation import GenerationChunk, GenerationEvent, GenerationRequest
 from moonpool.rpc.channel import open_channel
+from moonpool.rpc.metadata import call_metadata
 from moonpool.rpc.server import RpcServer
 from moonpool_router import inference_door
 from moonpool_router.inference_door import InferenceDoor
@@ -36,9 +37,11 @@ class EndlessDoor:
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
+        self.labels: list[str] = []
 
     @asynccontextmanager
     async def submit(self, request: GenerationRequest, *, endpoint: str) -> AsyncIterator[Endless]:
+        self.labels.append(request.client_request_id)
         try:
             yield Endless()
         finally:
@@ -71,6 +74,18 @@ async def test_a_client_that_does_not_read_loses_its_request() -> None:
         await call.read()
         async with asyncio.timeout(10):
             await front.left.wait()
+
+
+async def test_a_calls_label_is_its_requests_unless_that_has_its_own() -> None:
+    front = EndlessDoor()
+    async with serving(front, stall_s=5.0) as address, open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        for own in ("", "own"):
+            message = inference_pb2.GenerateRequest(text="hello", client_request_id=own)
+            call = stub.Generate(message, metadata=call_metadata(request_label="the call's"))
+            await call.read()
+            call.cancel()
+    assert front.labels == ["the call's", "own"]
 
 
 async def test_a_client_that_reads_keeps_it_and_one_that_cancels_ends_it() -> None:

@@ -56,6 +56,28 @@ def test_a_request_survives_the_wire(prompt: Prompt, options: SamplingOptions) -
     assert generation_request_from_pb(message, deadline_s=None) == request
 
 
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1] * 2**20)), "prompt"),
+        (
+            pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage()] * 4_097)),
+            "messages",
+        ),
+        (
+            pb.GenerateRequest(text="a", sampling=pb.SamplingOptions(stop_token_ids=[1] * 1_025)),
+            "stop_token_ids",
+        ),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingOptions(stop=["a"] * 5)), "stop"),
+    ],
+    ids=["prompt", "messages", "stop_token_ids", "stop"],
+)
+def test_a_list_that_is_too_long_is_refused(message: pb.GenerateRequest, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generation_request_from_pb(message, deadline_s=None)
+    assert caught.value.param == param
+
+
 def test_a_request_without_a_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         generation_request_from_pb(pb.GenerateRequest(), deadline_s=None)

@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
 #: Far more than any model has; each is compared with each token of an answer.
 MAX_STOP_TOKEN_IDS = 1_024
+#: Of one chat, and parts of one message.
+MAX_MESSAGES = 4_096
 MAX_CACHE_SALT_LENGTH = 1024
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 from moonpool.api.v1 import inference_pb2 as pb
 from moonpool.errors import InvalidRequestError
 from moonpool.ids import RequestId
 from moonpool.inference.generation import (
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     ChatMessage,
     ChatPrompt,
     GenerationChunk,
@@ -19,20 +25,29 @@ from moonpool.inference.generation import (
     Timing,
     TokenPrompt,
     Usage,
+    check_prompt_length,
 )
 from moonpool.inference.output import FinishReason
+from moonpool.wire.fields import MAX_TOKENS
+
+T = TypeVar("T")
 
 
 def generation_request_from_pb(
-    message: pb.GenerateRequest, *, deadline_s: float | None, traceparent: str = ""
+    message: pb.GenerateRequest,
+    *,
+    deadline_s: float | None,
+    traceparent: str = "",
+    request_label: str = "",
 ) -> GenerationRequest:
     """Read a client's request.
 
     Args:
         deadline_s: The call's remaining time, if the client set one.
+        request_label: The call's, for a message that has none of its own.
 
     Raises:
-        InvalidRequestError: No prompt is set.
+        InvalidRequestError: No prompt is set, or a list is too long.
     """
     options = message.sampling
     return GenerationRequest(
@@ -44,12 +59,12 @@ def generation_request_from_pb(
             top_k=options.top_k if options.HasField("top_k") else None,
             seed=options.seed if options.HasField("seed") else None,
             max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
-            stop=tuple(options.stop),
-            stop_token_ids=tuple(options.stop_token_ids),
+            stop=_bounded(options.stop, "stop", MAX_STOP_STRINGS),
+            stop_token_ids=_bounded(options.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS),
             ignore_eos=options.ignore_eos,
         ),
         cache_salt=message.cache_salt,
-        client_request_id=message.client_request_id,
+        client_request_id=message.client_request_id or request_label,
         deadline_s=deadline_s,
         traceparent=traceparent,
     )
@@ -174,13 +189,23 @@ def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:
     if kind == "text":
         return TextPrompt(text=message.text)
     if kind == "chat":
+        messages = _bounded(message.chat.messages, "messages", MAX_MESSAGES)
         return ChatPrompt(
-            messages=tuple(
-                ChatMessage(role=part.role, content=part.content) for part in message.chat.messages
-            )
+            messages=tuple(ChatMessage(role=part.role, content=part.content) for part in messages)
         )
     if kind == "tokens":
-        return TokenPrompt(token_ids=tuple(message.tokens.token_ids))
+        token_ids = message.tokens.token_ids
+        check_prompt_length(len(token_ids), max_model_len=MAX_TOKENS)
+        return TokenPrompt(token_ids=tuple(token_ids))
     raise InvalidRequestError(
         "Set one of text, chat or tokens.", code="missing_required_parameter", param="prompt"
     )
+
+
+def _bounded(values: Sequence[T], field: str, max_length: int) -> tuple[T, ...]:
+    """A list, whose length is checked before anybody walks through it."""
+    if len(values) > max_length:
+        raise InvalidRequestError(
+            f"{field} takes at most {max_length} values, got {len(values)}.", param=field
+        )
+    return tuple(values)

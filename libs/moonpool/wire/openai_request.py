@@ -17,6 +17,9 @@ from msgspec import Meta
 from moonpool.errors import InvalidRequestError, MoonpoolError
 from moonpool.inference.generation import (
     MAX_CACHE_SALT_LENGTH,
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
@@ -24,6 +27,7 @@ from moonpool.inference.generation import (
     SamplingOptions,
     TextPrompt,
     TokenPrompt,
+    check_prompt_length,
 )
 from moonpool.wire.fields import MAX_NAME_LENGTH, MAX_TOKENS
 from moonpool.wire.openai_fields import Json, check_fields, shown_name, unsupported
@@ -46,6 +50,9 @@ _UNSUPPORTED_MESSAGE_FIELDS = frozenset(
 
 _Short = Annotated[str, Meta(max_length=512)]
 _Salt = Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LENGTH)]
+#: Lengths are checked before the elements.
+_Stops = Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)]
+_StopTokens = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 _Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
@@ -73,8 +80,8 @@ class CommonFields(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _Stops | None = None
+    stop_token_ids: _StopTokens | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -89,13 +96,16 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+_Parts = Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | _Parts | None = None
 
 
 class ChatFields(CommonFields, kw_only=True):
-    messages: list[Message]
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
 
 
@@ -304,6 +314,7 @@ def _prompt(value: Json) -> Prompt:
         raise _wrong_prompt()
     if not value:
         raise InvalidRequestError("prompt is empty.", code="empty_prompt", param="prompt")
+    check_prompt_length(len(value), max_model_len=MAX_TOKENS)
     kinds = {_kind(item) for item in value}
     if kinds == {"number"}:
         return TokenPrompt(token_ids=_token_ids(value))
@@ -321,6 +332,7 @@ def _prompt(value: Json) -> Prompt:
 def _tokens_only(value: list[Json]) -> TokenPrompt:
     if not value:
         raise InvalidRequestError("prompt is empty.", code="empty_prompt", param="prompt")
+    check_prompt_length(len(value), max_model_len=MAX_TOKENS)
     if {_kind(item) for item in value} != {"number"}:
         raise _wrong_prompt()
     return TokenPrompt(token_ids=_token_ids(value))
@@ -333,12 +345,6 @@ def _kind(item: Json) -> str:
 
 
 def _token_ids(values: list[Json]) -> tuple[int, ...]:
-    if len(values) > MAX_TOKENS:
-        raise InvalidRequestError(
-            f"prompt has {len(values)} tokens; at most {MAX_TOKENS} are allowed.",
-            code="context_length_exceeded",
-            param="prompt",
-        )
     for index, value in enumerate(values):
         # bool is an int in Python, not in JSON.
         if type(value) is not int:

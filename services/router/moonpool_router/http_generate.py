@@ -1,7 +1,7 @@
 """GenerateEndpoint: `/v1/chat/completions` or `/v1/completions`, whole or as server-sent events.
 
 Life of a stream
-  1. The request is read, checked and submitted; whatever fails here has its own status.
+  1. The request gets its place, is read, checked and submitted; whatever fails here has its own status.
   2. The response begins with the first event of the answer, or after KEEP_ALIVE_S without one.
   3. From then on an error is an event, and `[DONE]` comes after it; a comment breaks every long silence.
 
@@ -33,6 +33,8 @@ from moonpool_router.pipeline import AnswerStream, Frontdoor
 KEEP_ALIVE_S = 15.0
 #: The same for a client that may be gone.
 PROBE_S = 1.0
+#: Beyond it a body is parsed in a thread: on the loop it could take longer than everybody's tokens bear.
+LARGE_BODY_BYTES = 64 * 1_024
 
 log = structlog.get_logger("moonpool.router")
 
@@ -69,10 +71,17 @@ class GenerateEndpoint:
         exchange = exchange_of(scope)
         context = call_context(Headers(scope=scope), is_strict=self._is_strict)
         exchange.label = context.request_label
-        body = await read_json(scope, receive, max_bytes=self._max_body_bytes)
-        request = self._read(parse_object(body), context)
-        answered = self._answer(exchange, request, send)
-        await exchange.while_connected(receive, answered)
+        with self._front.admitted():
+            body = await read_json(scope, receive, max_bytes=self._max_body_bytes)
+            if len(body) > LARGE_BODY_BYTES:
+                request = await asyncio.to_thread(self._parse, body, context)
+            else:
+                request = self._parse(body, context)
+            answered = self._answer(exchange, request, send)
+            await exchange.while_connected(receive, answered)
+
+    def _parse(self, body: bytes, context: HttpContext) -> OpenAiRequest:
+        return self._read(parse_object(body), context)
 
     async def _answer(self, exchange: HttpExchange, request: OpenAiRequest, send: Send) -> None:
         form = self._make_format(
@@ -84,7 +93,10 @@ class GenerateEndpoint:
         exchange.is_submitted = True
         try:
             async with self._front.submit(
-                request.generation, endpoint=self._endpoint, request_id=exchange.request_id
+                request.generation,
+                endpoint=self._endpoint,
+                request_id=exchange.request_id,
+                is_admitted=True,
             ) as answer:
                 if request.is_stream:
                     await stream.write(answer)

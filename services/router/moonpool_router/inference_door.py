@@ -34,7 +34,10 @@ class InferenceDoor(inference_pb2_grpc.InferenceServicer):
         """Stream an answer. Ends the request when the client cancels or does not read."""
         call = read_metadata(context.invocation_metadata())
         generation = generation_request_from_pb(
-            request, deadline_s=context.time_remaining(), traceparent=call.traceparent
+            request,
+            deadline_s=context.time_remaining(),
+            traceparent=call.traceparent,
+            request_label=call.request_label,
         )
         task = asyncio.current_task()
         assert task is not None

@@ -4,12 +4,13 @@
         async for event in answer: ...                 # GenerationChunk ..., GenerationDone; or raises
 
 Rules
-- What can be known to fail, fails on entry: a door can still choose its status.
+- What can be known to fail, fails on entry: a door can still choose its status. A door that has yet to read
+  a request's body takes a place for it first (`admitted`).
 - Leaving the context ends the request, whatever state it is in: a door whose client went away just
   leaves. A door bounds each of its writes (`CLIENT_STALL_S`), so that a client that does not read is
   a client that went away.
 - Templates, tokenization and the block keys of long prompts run in threads: the loop serves everyone's
-  tokens.
+  tokens. They have the request's own deadline.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import dataclass
 from typing import Protocol
+
+import structlog
 
 from moonpool.clock import Clock
 from moonpool.dispatch.events import RequestArrived, RequestCancelled
@@ -43,6 +52,7 @@ from moonpool.inference.generation import (
     resolve_sampling,
 )
 from moonpool.inference.request import InferenceRequest
+from moonpool.rpc.metadata import clean_label
 from moonpool.telemetry import names
 from moonpool.telemetry.spans import OpenSpan, Tracer, TraceRing
 from moonpool_router.answer import Answer
@@ -57,11 +67,13 @@ CLIENT_STALL_S = 30.0
 #: What a client is told when nobody can serve it now.
 _RETRY_AFTER_S = 2.0
 
+log = structlog.get_logger("moonpool.router")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLimits:
     max_requests: int = 1_024
-    #: How long a request may wait for its first worker.
+    #: How long a request may wait for workers before it has a token.
     queue_timeout_s: float = 60.0
     #: Deadline of a request whose client sets none.
     request_timeout_s: float = 600.0
@@ -76,8 +88,15 @@ class Frontdoor(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    def admitted(self) -> AbstractContextManager[None]: ...
+
     def submit(
-        self, request: GenerationRequest, *, endpoint: str, request_id: RequestId | None = None
+        self,
+        request: GenerationRequest,
+        *,
+        endpoint: str,
+        request_id: RequestId | None = None,
+        is_admitted: bool = False,
     ) -> AbstractAsyncContextManager[AnswerStream]: ...
 
 
@@ -114,7 +133,9 @@ class RequestPipeline:
         self._limits = limits
         self._clock = clock
         self._is_draining = False
-        #: Entered, tokenizing ones included.
+        #: Places taken: `max_requests` at most.
+        self._num_admitted = 0
+        #: Submitted, tokenizing ones included.
         self._num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -138,41 +159,77 @@ class RequestPipeline:
         """Return when every door has left every answer."""
         await self._idle.wait()
 
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A place among the requests that the router holds; within it, `submit(is_admitted=True)`.
+
+        Raises:
+            OverloadedError: The router holds as many requests as it may.
+            UnavailableError: Draining.
+        """
+        self._refuse_if_draining()
+        if self._num_admitted >= self._limits.max_requests:
+            raise OverloadedError(
+                f"The server holds {self._limits.max_requests} requests, as many as it may.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
+
     @asynccontextmanager
     async def submit(
-        self, request: GenerationRequest, *, endpoint: str, request_id: RequestId | None = None
+        self,
+        request: GenerationRequest,
+        *,
+        endpoint: str,
+        request_id: RequestId | None = None,
+        is_admitted: bool = False,
     ) -> AsyncIterator[Answer]:
         """Check, tokenize and place one request; see the file's head.
 
         Args:
             endpoint: Which door it came through, for the books: one of few.
             request_id: Of a door that tells it even where this fails; minted here if None.
+            is_admitted: It has its place (`admitted`); else it takes one here.
 
         Raises:
             InvalidRequestError, NotFoundError: It can never succeed as it is.
+            QueueDeadlineError: Its deadline has passed, or does so before it is tokenized.
             OverloadedError: The router holds as many requests as it may.
             UnavailableError: Draining, or nobody can serve it.
         """
         arrived_s, arrived_unix_s = self._clock.now(), self._clock.unix()
         answer: Answer | None = None
         failure: MoonpoolError | None = None
-        expiry: asyncio.TimerHandle | None = None
         root = self._root_span(request)
+        place = ExitStack()
         self._num_requests += 1
         self._idle.clear()
         try:
-            self._admit(request)
+            if not is_admitted:
+                place.enter_context(self.admitted())
+            self._check(request)
             request_id = request_id or RequestId(uuid.uuid4().hex)
+            log.info(
+                "request.submitted",
+                request_id=request_id,
+                label=clean_label(request.client_request_id) or None,
+                endpoint=endpoint,
+            )
             self._traces.begin(request_id, root.context)
-            answer = await self._prepare(request, request_id, root, arrived_unix_s)
+            deadline_at = arrived_s + self._timeout_s(request)
+            async with self._in_time(deadline_at):
+                answer = await self._prepare(request, request_id, root, arrived_unix_s)
             self._loop.begin(
                 answer,
                 RequestArrived(
-                    request=answer.request, deadline_s=self._remaining_s(request, arrived_s)
+                    request=answer.request,
+                    deadline_s=max(deadline_at - self._clock.now(), 0.0),
+                    queue_timeout_s=self._limits.queue_timeout_s,
                 ),
-            )
-            expiry = asyncio.get_running_loop().call_later(
-                self._limits.queue_timeout_s, self._expire, answer
             )
             yield answer
         except MoonpoolError as error:
@@ -180,35 +237,33 @@ class RequestPipeline:
             root.fail(error.code)
             raise
         finally:
-            if expiry is not None:
-                expiry.cancel()
             if answer is not None:
                 if not answer.is_ended:
                     self._loop.handle(RequestCancelled(request_id=answer.request_id))
                 self._loop.forget(answer.request_id)
             root.end()
             self._keep_books(answer, failure, endpoint, self._clock.now() - arrived_s)
+            place.close()
             self._num_requests -= 1
             if not self._num_requests:
                 self._idle.set()
 
-    def _expire(self, answer: Answer) -> None:
-        """No worker had room for it in time."""
-        if answer.is_placed or answer.is_ended:
-            return
-        answer.fail(
-            QueueDeadlineError(
-                f"No worker had room for the request within {self._limits.queue_timeout_s:g} s.",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        )
-        self._loop.handle(RequestCancelled(request_id=answer.request_id))
+    def _timeout_s(self, request: GenerationRequest) -> float:
+        """Raises QueueDeadlineError if the client's has passed."""
+        if request.deadline_s is None:
+            return self._limits.request_timeout_s
+        if request.deadline_s <= 0:
+            raise QueueDeadlineError("The deadline had passed when the request came.")
+        return min(request.deadline_s, self._limits.request_timeout_s)
 
-    def _remaining_s(self, request: GenerationRequest, arrived_s: float) -> float:
-        timeout_s = self._limits.request_timeout_s
-        if request.deadline_s is not None:
-            timeout_s = min(request.deadline_s, timeout_s)
-        return max(timeout_s - (self._clock.now() - arrived_s), 0.0)
+    @asynccontextmanager
+    async def _in_time(self, deadline_at: float) -> AsyncIterator[None]:
+        """For what comes before the dispatch, which then watches the deadline itself."""
+        try:
+            async with asyncio.timeout(deadline_at - self._clock.now()):
+                yield
+        except TimeoutError:
+            raise QueueDeadlineError("The deadline passed before the prompt was read.") from None
 
     def _keep_books(
         self,
@@ -226,22 +281,20 @@ class RequestPipeline:
             phase = "tokenize" if answer is None else "stream" if answer.num_tokens else "wait"
             self._books.cancelled(endpoint=endpoint, phase=phase)
 
-    def _admit(self, request: GenerationRequest) -> None:
+    def _refuse_if_draining(self) -> None:
         if self._is_draining:
             raise UnavailableError(
                 "The server is shutting down.", code="shutting_down", retry_after_s=_RETRY_AFTER_S
             )
+
+    def _check(self, request: GenerationRequest) -> None:
+        self._refuse_if_draining()
         if request.model not in ("", self.model_name):
             raise NotFoundError(
                 f"The model {request.model[:64]!r} does not exist here; "
                 f"available: {self.model_name!r}.",
                 code="model_not_found",
                 param="model",
-            )
-        if self._num_requests > self._limits.max_requests:
-            raise OverloadedError(
-                f"The server holds {self._limits.max_requests} requests, as many as it may.",
-                retry_after_s=_RETRY_AFTER_S,
             )
         reason = self._loop.why_not_ready()
         if reason:
@@ -257,7 +310,9 @@ class RequestPipeline:
         check_stop(request.options.stop)
         check_cache_salt(request.cache_salt)
         with self._tracer.start(names.SPAN_TOKENIZE, parent=root.context):
-            token_ids = await self._model.token_ids(request.prompt)
+            token_ids = await self._model.token_ids(
+                request.prompt, max_model_len=self.max_model_len
+            )
         facts = self._model.facts
         sampling = resolve_sampling(
             request.options,

@@ -21,8 +21,11 @@ from moonpool.inference.generation import (
     SamplingDefaults,
     TextPrompt,
     TokenPrompt,
+    check_prompt_length,
     check_prompt_token_ids,
+    check_text_length,
 )
+from moonpool.wire.fields import MAX_TOKENS
 
 #: Threads that render and tokenize: a prompt of megabytes must not hold up the others.
 _NUM_THREADS = 4
@@ -63,7 +66,8 @@ class ServedModel:
             name=served_name or directory.name,
             fingerprint=directory.fingerprint,
             vocab_size=directory.config.vocab_size,
-            max_model_len=directory.config.max_positions,
+            # Longer prompts and answers do not fit into a message to a worker.
+            max_model_len=min(directory.config.max_positions, MAX_TOKENS),
             defaults=_sampling_defaults(directory),
         )
         return cls(facts, tokenizer, directory.path)
@@ -76,26 +80,37 @@ class ServedModel:
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt as tokens, in a thread where that takes time.
+    async def token_ids(self, prompt: Prompt, *, max_model_len: int) -> tuple[int, ...]:
+        """The prompt as tokens, in a thread where that takes time. What is too long is not walked through.
 
         Raises:
-            InvalidRequestError: Empty, an id outside the vocabulary, or messages that the chat
-                template does not take.
+            InvalidRequestError: Empty, too long, an id outside the vocabulary, or messages that the
+                chat template does not take.
         """
         match prompt:
             case TextPrompt(text=text):
+                self._check_length(len(text), max_model_len)
                 token_ids = await self._in_thread(self._encode_text, text)
-            case ChatPrompt():
+            case ChatPrompt(messages=messages):
+                self._check_length(sum(len(each.content) for each in messages), max_model_len)
                 token_ids = await self._in_thread(self._encode_chat, prompt)
             case TokenPrompt():
                 token_ids = prompt.token_ids
+        check_prompt_length(len(token_ids), max_model_len=max_model_len)
         check_prompt_token_ids(token_ids, vocab_size=self.facts.vocab_size)
         return token_ids
 
     def detokenizer(self) -> Detokenizer:
         """For one answer."""
         return self._tokenizer.detokenizer()
+
+    def _check_length(self, num_characters: int, max_model_len: int) -> None:
+        # Normalizers that shorten a text do so to letters, whose tokens are far from the longest.
+        check_text_length(
+            num_characters,
+            max_model_len=max_model_len,
+            max_token_bytes=self._tokenizer.max_token_bytes,
+        )
 
     async def _in_thread(self, encode: Any, argument: Any) -> tuple[int, ...]:  # Any: one of two
         loop = asyncio.get_running_loop()
