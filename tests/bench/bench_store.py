@@ -52,10 +52,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moonpool import native
+from moonpool.cluster.free_port import free_port
 from moonpool.cluster.process import ChildProcess
 from moonpool.config.process import write_document
 from moonpool.service.ready import ReadyPipe
-from support.nats_server import die_with_parent, free_port, nats_server
+from support.nats_server import die_with_parent, nats_server
 from support.redis_server import RedisServer
 from support.stores import store_config
 from support.tiny_llama import TinyLlama, write_tiny_llama

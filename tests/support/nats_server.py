@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from moonpool.cluster.free_port import free_port
 from moonpool.cluster.nats_server import nats_server_path
 
 _START_TIMEOUT_S = 5.0
@@ -83,16 +82,6 @@ class NatsServer:
                 return port
             time.sleep(0.002)
         raise AssertionError("nats-server does not listen")
-
-
-def free_port() -> int:
-    """Below the ports that the system gives to clients: nobody takes it while the broker is away."""
-    rng = random.SystemRandom()
-    while True:
-        port = rng.randrange(12_000, 32_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 @contextmanager

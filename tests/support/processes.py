@@ -20,22 +20,6 @@ def wait_for_exit(pid: int, *, timeout_s: float) -> bool:
         os.close(descriptor)
 
 
-def processes_with(variable: str, value: str) -> list[int]:
-    """Living processes that were started with this in their environment."""
-    wanted = f"{variable}={value}".encode()
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = Path(entry.path, "environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environment.split(b"\0"):
-            found.append(int(entry.name))
-    return found
-
-
 def processes_called(*words: object) -> list[int]:
     """Living processes that have each of `words` as a word of their command line."""
     found = []

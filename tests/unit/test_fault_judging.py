@@ -82,9 +82,9 @@ def report(*, num_requests: int, differing: int = 0, problems: int = 0) -> Fault
     )
 
 
-def test_one_near_tie_in_fifty_is_excused_in_float32_and_any_in_bfloat16() -> None:
-    assert verdict([report(num_requests=50, differing=1)], dtype="float32")[0]
-    assert not verdict([report(num_requests=49, differing=1)], dtype="float32")[0]
+def test_tokens_may_differ_in_bfloat16_and_not_in_float32() -> None:
+    assert verdict([report(num_requests=50)], dtype="float32")[0]
+    assert not verdict([report(num_requests=50, differing=1)], dtype="float32")[0]
     assert verdict([report(num_requests=4, differing=4)], dtype="bfloat16")[0]
     assert not verdict([report(num_requests=50, problems=1)], dtype="bfloat16")[0]
     assert "WRONG: p" in row(report(num_requests=4, problems=1))

@@ -46,7 +46,7 @@ from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError, UnavailableError
 from moonpool.failpoints import forget_claims
 from moonpool.ids import WorkerId
-from moonpool.rpc.admin import fetch_ledger, fetch_status, fetch_steps
+from moonpool.rpc.admin import clear_cache, fetch_ledger, fetch_snapshot, fetch_status, fetch_steps
 from moonpool.rpc.cache import fetch_cache_stats
 from moonpool.rpc.store import fetch_store_report
 from moonpool.wire.admin import RouterSnapshot
@@ -93,6 +93,18 @@ class Endpoints:
     http_url: str
     #: With the broker's credentials, if it has any: not to be shown.
     nats_url: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockSet:
+    """A set of cached blocks, by their keys."""
+
+    num_blocks: int
+    #: Tells it from any other.
+    digest: int
+
+
+_NOTHING = _BlockSet(num_blocks=0, digest=0)
 
 
 class LocalCluster:
@@ -305,6 +317,66 @@ class LocalCluster:
             if time.monotonic() >= deadline:
                 raise UnavailableError(f"Not quiet after {timeout_s:g} s: {busy}")
             await asyncio.sleep(_POLL_S)
+
+    async def wait_followed(self, *, timeout_s: float = 15.0) -> None:
+        """Return when the workers are quiet, and every router believes of each what its cache holds.
+
+        Raises:
+            UnavailableError: Not in time; with the numbers of blocks held and believed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                held = {name: await self._held(name) for name in self.worker_ids}
+                believed = {router: await self._believed(router) for router in self.router_names}
+            except MoonpoolError as error:
+                reason = error.message
+            else:
+                if all(sets == held for sets in believed.values()):
+                    return
+                reason = f"held {held}, believed {believed}"
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"Not followed after {timeout_s:g} s: {reason}")
+            await asyncio.sleep(_POLL_S)
+
+    async def clear_worker(self, worker_id: str, *, timeout_s: float = 15.0) -> None:
+        """Have a worker forget what it holds; return when it has, and every router knows.
+
+        Raises:
+            UnavailableError: Not in time: something is held.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            address = str(self._parts[worker_id].fact("grpc_address"))
+            # Again each time: what somebody references is not forgotten.
+            await clear_cache(address, key=self._key, deadline_s=5.0)
+            believed = [await self._believed(router) for router in self.router_names]
+            if all(sets.get(worker_id) == _NOTHING for sets in believed):
+                return
+            if time.monotonic() >= deadline:
+                raise UnavailableError(
+                    f"{worker_id} is not empty after {timeout_s:g} s: blocks believed {believed}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _held(self, worker_id: str) -> _BlockSet | None:
+        """What the cache of a worker holds; None while the worker is not quiet."""
+        report = await self.ledger(worker_id)
+        if not report.is_quiet:
+            return None
+        address = str(self._parts[worker_id].fact("grpc_address"))
+        snapshot = await fetch_snapshot(address, report.worker, key=self._key, deadline_s=5.0)
+        return _BlockSet(num_blocks=snapshot.head.count, digest=snapshot.head.digest)
+
+    async def _believed(self, router: str) -> dict[str, _BlockSet]:
+        """What a router believes that each worker holds."""
+        return {
+            one.worker_id: _BlockSet(
+                num_blocks=one.num_published_blocks, digest=one.published_digest
+            )
+            for one in (await self.cache_stats(router)).workers
+            if one.is_live and one.worker_id in self.worker_ids
+        }
 
     # -- parts --
 

@@ -12,10 +12,10 @@ import importlib.metadata
 import json
 import os
 import secrets
-import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from moonpool.cluster.free_port import free_port
 from moonpool.cluster.process import ChildProcess
 from moonpool.config.private_file import write_private
 from moonpool.errors import ConfigError, UnavailableError
@@ -78,11 +78,10 @@ class NatsServer:
     def reserve_port(self) -> None:
         """Choose the port of a later start, so that clients can be told of it before.
 
-        The port is free now; nothing keeps it free.
+        It is free now; nothing but its number keeps it free.
         """
         if not self._port:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                self._port = listener.getsockname()[1]
+            self._port = free_port()
 
     async def start(self) -> str:
         """Start and wait until it listens. Returns the URL.

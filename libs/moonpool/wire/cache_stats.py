@@ -21,8 +21,10 @@ class WorkerCache:
     #: None unless it is live.
     role: WorkerRole | None
     counts: ReuseCounts
-    #: Blocks that the router believes it holds; 0 unless it is live.
+    #: Blocks that the router believes it holds, and the digest of their set (kv/published_set.py); 0 unless it
+    #: is live.
     num_published_blocks: int = 0
+    published_digest: int = 0
     #: Of its pool.
     num_total_blocks: int = 0
     #: Which cached block goes first when the pool is full.
@@ -64,6 +66,7 @@ def cache_stats_to_pb(stats: CacheStats) -> pb.CacheStatsReply:
                 role=role_to_pb(worker.role) if worker.role is not None else None,
                 counts=_counts_to_pb(worker.counts),
                 num_published_blocks=worker.num_published_blocks,
+                published_digest=worker.published_digest,
                 num_total_blocks=worker.num_total_blocks,
                 kv_eviction_policy=worker.kv_eviction_policy,
             )
@@ -100,6 +103,7 @@ def _worker_from_pb(message: pb.WorkerCache, path: str) -> WorkerCache:
         role=role_from_pb(message.role, f"{path}.role") if message.is_live else None,
         counts=_counts_from_pb(message.counts, f"{path}.counts"),
         num_published_blocks=_count(message.num_published_blocks, f"{path}.num_published_blocks"),
+        published_digest=message.published_digest,
         num_total_blocks=_count(message.num_total_blocks, f"{path}.num_total_blocks"),
         kv_eviction_policy=text(message.kv_eviction_policy, f"{path}.kv_eviction_policy"),
     )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from moonpool.cluster.free_port import free_port
 from moonpool.cluster.local_cluster import ClusterOptions, LocalCluster
 from moonpool.cluster.part import RestartPolicy
 from moonpool.config.schema import ClusterConfig, WorkerGroup
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.channel import open_channel
+from moonpool_loadtest.faults.leftovers import Footprint
 from moonpool_loadtest.faults.workload import Case, Client, Outcome, make_cases, make_family
+
+#: Nobody is taken for dead sooner: keepalive time and timeout, less what passed of the first.
+MIN_SILENCE_S = 2.5
 
 _JOIN_S = 60.0
 _QUIET_S = 15.0
@@ -262,19 +266,20 @@ async def open_lab(
     *,
     expected: Expected,
     sets: CaseSets,
-    environment: Mapping[str, str] | None = None,
     is_whole: bool = False,
     failpoints: Mapping[str, str] | None = None,
 ) -> AsyncIterator[FaultLab]:
-    """Start the workers of the cluster that is to be broken.
+    """Start the workers of the cluster that is to be broken. Last, one more row says what is left of it.
 
     Args:
-        environment: Of the parts, beside this process's own.
         is_whole: With broker and router, and ready; else there is neither yet.
         failpoints: Of parts in their first life.
     """
-    port = free_port()
-    router = config.router.model_copy(update={"grpc_port": port})
+    # Both come and go, and must find their ports free each time.
+    router = config.router.model_copy(update={"grpc_port": free_port()})
+    nats = config.nats.model_copy(update={"port": free_port()})
+    config = config.model_copy(update={"router": router, "nats": nats})
+    footprint = Footprint()
     options = ClusterOptions(
         restart=RestartPolicy(min_pause_s=0.05, max_pause_s=0.5),
         is_pinned=False,
@@ -282,23 +287,21 @@ async def open_lab(
         has_router=is_whole,
         waits_ready=is_whole,
         failpoints=failpoints or {},
-        environment=environment or {},
+        environment=footprint.environment,
     )
     async with (
-        LocalCluster(config.model_copy(update={"router": router}), options=options) as cluster,
-        open_channel(f"127.0.0.1:{port}") as channel,
+        LocalCluster(config, options=options) as cluster,
+        open_channel(f"127.0.0.1:{router.grpc_port}") as channel,
     ):
-        yield FaultLab(
+        lab = FaultLab(
             cluster=cluster,
             client=Client(channel),
             expected=expected,
             fresh=list(sets.judged),
             fresh_for_leavers=list(sets.for_leavers),
         )
-
-
-def free_port() -> int:
-    """A port of loopback that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+        yield lab
+        footprint.note(cluster)
+    started = asyncio.get_running_loop().time()
+    problems = await asyncio.to_thread(footprint.leftovers)
+    lab.judge("nothing is left behind", (), problems=problems, started=started)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from moonpool.cluster.local_cluster import ROUTER, LocalCluster
 from moonpool.errors import UnavailableError
-from moonpool_loadtest.faults.lab import FaultLab, FaultReport
+from moonpool_loadtest.faults.lab import MIN_SILENCE_S, FaultLab, FaultReport
 from moonpool_loadtest.faults.waiting import within
 from moonpool_loadtest.faults.workload import Outcome
 
@@ -22,9 +22,8 @@ DECODE = "decode-0"
 #: Reads KV over gRPC.
 DECODE_GRPC = "grpc-0"
 
-#: Nobody is taken for dead sooner: keepalive time and timeout, less what passed of the first.
-_MIN_SILENCE_S = 2.5
-#: A router serves this soon after the broker is there (issue 2).
+#: A router serves this soon after the broker is there: it and workers try every
+#: quarter of a second, a try takes two at most, and workers announce themselves once a second.
 READY_AFTER_NATS_S = 5.0
 
 #: Slow enough to be met at every stage: each layer of a chunk, each step.
@@ -194,7 +193,7 @@ async def run_freeze(lab: FaultLab, target: str) -> FaultReport:
         process.send_signal(signal.SIGCONT)
     slowest_s = max(outcome.duration_s for outcome in outcomes)
     problems = await lab.settle()
-    if slowest_s < _MIN_SILENCE_S:
+    if slowest_s < MIN_SILENCE_S:
         problems.append(f"nobody waited for {target}: the slowest took {slowest_s:.1f} s")
     return lab.judge(
         f"SIGSTOP {target} until all have their answers",
@@ -225,15 +224,18 @@ async def run_nats_restart(lab: FaultLab) -> FaultReport:
     """The broker dies under load, stays away, and comes back under load."""
     started = asyncio.get_running_loop().time()
     outcomes: list[Outcome] = []
+    problems: list[str] = []
     async with asyncio.TaskGroup() as tasks:
         before = tasks.create_task(lab.client.ask_all(lab.take()))
+        problems += await within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
         await lab.cluster.kill_nats()
     outcomes += before.result()
     outcomes += await lab.client.ask_all(lab.take())
-    status = await lab.cluster.status()
-    problems = [] if not status.is_bus_connected else ["the router did not notice the loss"]
+    if await _has_bus(lab.cluster):
+        problems.append("the router did not notice the loss")
     async with asyncio.TaskGroup() as tasks:
         after = tasks.create_task(lab.client.ask_all(lab.take()))
+        problems += await within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
         await lab.cluster.start_nats()
     outcomes += after.result()
     problems += await within(
@@ -250,11 +252,12 @@ async def run_router_restart(lab: FaultLab) -> FaultReport:
     started = asyncio.get_running_loop().time()
     router = lab.cluster.part(ROUTER)
     num_starts = router.num_starts
+    problems: list[str] = []
     async with asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(lab.client.ask_all(lab.take_for_leavers()))
-        await within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
+        problems += await within(5.0, "requests run", lambda: _is_running(lab.cluster, 1))
         await lab.cluster.kill(ROUTER)
-    problems = [
+    problems += [
         f"{outcome.case.name} did not see the cut"
         for outcome in asking.result()
         if outcome.done is None and not isinstance(outcome.error, UnavailableError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moonpool.dispatch.reuse_books import ReuseCounts, ReuseReport
 from moonpool.ids import WorkerKey
 from moonpool.kv.prefix_index import PrefixIndex
+from moonpool.kv.published_set import EMPTY_HEAD
 from moonpool.wire.cache_stats import CacheStats, WorkerCache
 from moonpool.wire.worker import WorkerHello
 from moonpool_router.dispatch_loop import DispatchLoop
@@ -40,11 +41,13 @@ def _live(
 ) -> WorkerCache:
     key: WorkerKey = hello.worker
     load = loop.load(key)
+    head = index.head(key) if key in index.workers else EMPTY_HEAD
     return WorkerCache(
         worker_id=key.worker_id,
         role=hello.role,
         counts=reuse.by_worker.get(key.worker_id, ReuseCounts()),
-        num_published_blocks=index.head(key).count if key in index.workers else 0,
+        num_published_blocks=head.count,
+        published_digest=head.digest,
         num_total_blocks=load.ledger.num_total if load is not None else 0,
         kv_eviction_policy=hello.kv_eviction_policy,
     )

@@ -203,7 +203,7 @@ class ReuseCounts(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_device_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ..., num_cold_tokens: _Optional[int] = ..., num_evicted_tokens: _Optional[int] = ..., num_routed_away_tokens: _Optional[int] = ..., num_too_slow_tokens: _Optional[int] = ..., num_tail_tokens: _Optional[int] = ..., num_predicted_tokens: _Optional[int] = ..., max_error_tokens: _Optional[int] = ..., num_store_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerCache(_message.Message):
-    __slots__ = ("worker_id", "is_live", "role", "counts", "num_published_blocks", "num_total_blocks", "kv_eviction_policy")
+    __slots__ = ("worker_id", "is_live", "role", "counts", "num_published_blocks", "num_total_blocks", "kv_eviction_policy", "published_digest")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     IS_LIVE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class WorkerCache(_message.Message):
     NUM_PUBLISHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KV_EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     is_live: bool
     role: _worker_pb2.Role
@@ -218,7 +219,8 @@ class WorkerCache(_message.Message):
     num_published_blocks: int
     num_total_blocks: int
     kv_eviction_policy: str
-    def __init__(self, worker_id: _Optional[str] = ..., is_live: _Optional[bool] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., counts: _Optional[_Union[ReuseCounts, _Mapping]] = ..., num_published_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., kv_eviction_policy: _Optional[str] = ...) -> None: ...
+    published_digest: int
+    def __init__(self, worker_id: _Optional[str] = ..., is_live: _Optional[bool] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., counts: _Optional[_Union[ReuseCounts, _Mapping]] = ..., num_published_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., kv_eviction_policy: _Optional[str] = ..., published_digest: _Optional[int] = ...) -> None: ...
 
 class CacheStatsRequest(_message.Message):
     __slots__ = ()
