@@ -53,6 +53,16 @@ class RouterConfig(Section):
     router: RouterSettings
     router_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = "router-0"
 
+    @property
+    def process_name(self) -> str:
+        """On every log line."""
+        return self.router_id
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long what runs may take to end, once the process is told to stop."""
+        return self.router.drain_timeout_s
+
 
 class WorkerConfig(Section):
     """A worker process of any role."""
@@ -61,6 +71,16 @@ class WorkerConfig(Section):
     role: RoleName
     worker_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     worker: WorkerSettings
+
+    @property
+    def process_name(self) -> str:
+        """On every log line."""
+        return self.worker_id
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long what runs may take to end, once the process is told to stop."""
+        return self.worker.drain_timeout_s
 
 
 class KvStoreConfig(Section):
@@ -71,6 +91,16 @@ class KvStoreConfig(Section):
     #: The workers': tokens of a block.
     block_size: int
     store: StoreSettings
+
+    @property
+    def process_name(self) -> str:
+        """On every log line."""
+        return self.store_id
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long what runs may take to end, once the process is told to stop."""
+        return self.store.drain_timeout_s
 
 
 def router_config(cluster: ClusterConfig, *, nats_url: str) -> RouterConfig:

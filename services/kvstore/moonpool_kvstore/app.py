@@ -1,4 +1,4 @@
-"""The store node's composition root: the only file that names concrete adapters."""
+"""The store node's composition root: the only file that names the concrete bus, log and directory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from moonpool.bus.protocol import Bus
 from moonpool.clock import Clock, SystemClock
 from moonpool.config.process import KvStoreConfig
 from moonpool.errors import ConfigError
-from moonpool.rpc.channel import make_channel
 from moonpool.store.directory import Directory, EmbeddedDirectory
 from moonpool.store.segment_log import SegmentLog
-from moonpool.transport.grpc_reader import GrpcTransport
-from moonpool.transport.nixl import NixlTransport
-from moonpool.transport.shm import ShmTransport
-from moonpool.worker.node import NodeAdapters, TransportContext
+from moonpool.worker.node import NodeAdapters
+from moonpool.worker.transports import TRANSPORTS
 from moonpool_kvstore.service import OpenLog, StoreAdapters, StoreService
 
 
@@ -38,7 +35,7 @@ def build(
     name = f"{config.common.cluster} {config.store_id}"
     node = NodeAdapters(
         bus=bus or NatsBus(config.common.nats_url, name=name),
-        transports={"shm": _shm, "nixl": _nixl, "grpc": _grpc},
+        transports=TRANSPORTS,
         clock=clock,
     )
     return StoreService(
@@ -63,26 +60,3 @@ def _directory(config: KvStoreConfig, clock: Clock) -> Directory:
             "store.redis_url needs the package redis: pip install 'moonpool[redis]'"
         ) from error
     return RedisDirectory(url, cluster=config.common.cluster)
-
-
-def _shm(context: TransportContext) -> ShmTransport:
-    return ShmTransport(pool=context.pool, host_id=context.host_id, kernels=context.kernels)
-
-
-def _nixl(context: TransportContext) -> NixlTransport:
-    return NixlTransport(
-        pool=context.pool,
-        agent=str(context.worker),
-        kernels=context.kernels,
-        pool_fd=context.pool_fd,
-        ucx={"NET_DEVICES": "lo"} if context.is_host_only else None,
-    )
-
-
-def _grpc(context: TransportContext) -> GrpcTransport:
-    return GrpcTransport(
-        pool=context.pool,
-        kernels=context.kernels,
-        make_channel=make_channel,
-        metadata=context.metadata,
-    )
