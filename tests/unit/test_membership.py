@@ -8,9 +8,11 @@ from moonpool.dispatch.events import WorkerJoined, WorkerLost
 from moonpool.dispatch.membership import (
     Announcement,
     CloseLink,
+    IgnoreAddress,
     LinkState,
     Membership,
     MembershipConfig,
+    MembershipEffect,
     OpenLink,
 )
 from moonpool.ids import Incarnation, WorkerId, WorkerKey
@@ -197,8 +199,43 @@ def test_a_leaving_worker_is_not_knocked_at(membership: Membership) -> None:
     assert membership.members() == ()
 
 
-def test_one_worker_behind_two_addresses_joins_once(membership: Membership) -> None:
+def test_one_worker_behind_two_addresses_joins_once() -> None:
+    membership = Membership(MembershipConfig(seeds=(B,)))
     joined(membership, key(), A, 0.0)
-    membership.on_announced(announcement(sequence=2, address=B), 0.1)
+    membership.start(0.1)
     effects = membership.on_hello(B, info(), "", 0.2)
     assert effects == [CloseLink(address=B, reason=f"d0@i1 is already joined at {A}")]
+    # The other address is asked when the worker does not live any more, and not before.
+    membership.on_frame(A, 10.2)
+    assert membership.tick(10.2) == []
+    assert membership.next_due() == pytest.approx(15.2)
+    membership.on_closed(A, "cut", 12.0)
+    assert OpenLink(address=B) in membership.tick(20.2)
+    assert WorkerJoined(info=info(address=B)) in membership.on_hello(B, info(), "", 20.3)
+    membership.validate()
+
+
+def test_only_so_many_addresses_are_tried_at_a_time() -> None:
+    membership = Membership(MembershipConfig(seeds=("seed:1",), max_unjoined=2))
+    membership.on_bus_changed(True, 0.0)
+    membership.start(0.0)
+
+    def announced(number: int, now: float) -> list[MembershipEffect]:
+        who = key(worker=f"d{number}")
+        return membership.on_announced(announcement(who, address=f"h:{number}"), now)
+
+    assert [announced(number, 0.0) for number in range(5)] == [
+        [OpenLink(address="h:0")],
+        [OpenLink(address="h:1")],
+        [IgnoreAddress(address="h:2", num_unjoined=2)],
+        [],
+        [],
+    ]
+    # One that has joined makes room, and so does one that is forgotten.
+    membership.on_hello("h:0", info(key(worker="d0")), "", 0.1)
+    assert announced(2, 1.0) == [OpenLink(address="h:2")]
+    assert announced(3, 1.0) == [IgnoreAddress(address="h:3", num_unjoined=2)]
+    membership.on_closed("h:1", "refused", 1.0)
+    membership.tick(31.0)
+    assert announced(3, 31.0) == [OpenLink(address="h:3")]
+    membership.validate()

@@ -14,7 +14,11 @@ Rules
   replaced is never accepted again, whatever arrives late. An announcement older than one already
   seen of its incarnation is dropped.
 - What does not fit, in our eyes or in its own, is refused in words; it is asked again when it comes
-  back as another incarnation, and now and then.
+  back as another incarnation, and now and then. A second address of a worker that lives is not: it is
+  asked once that worker is lost.
+- Who may announce is the broker's to say (docs/adr/0009-broker-token.md). What one that announces nonsense
+  costs is bounded all the same: of addresses where nobody is joined, `max_unjoined` are tried; others have
+  to announce themselves again.
 
 Life of a link (one per address)
 
@@ -34,11 +38,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from moonpool.dispatch.events import WorkerJoined, WorkerLost
-from moonpool.ids import Incarnation, WorkerId, WorkerKey
+from moonpool.ids import WorkerKey
+from moonpool.kv.replaced_incarnations import ReplacedIncarnations
 from moonpool.routing.worker_view import WorkerInfo, WorkerRole
 
-#: Replaced incarnations remembered per worker; announcements of older ones are long invalid.
-_MAX_REPLACED = 64
 #: A tick that comes later than this after it was due: this process was stopped, or its loop was held.
 LATE_S = 0.1
 #: How long what came in meanwhile has to be read before silence counts again.
@@ -56,6 +59,8 @@ class MembershipConfig:
     retry_refused_s: float = 10.0
     #: A lost address that nobody announces is forgotten after this long.
     forget_after_s: float = 30.0
+    #: Addresses that are tried at a time, seeds apart.
+    max_unjoined: int = 256
     #: Addresses from the configuration: tried for ever, announced or not.
     seeds: tuple[str, ...] = ()
 
@@ -88,7 +93,15 @@ class CloseLink:
     reason: str
 
 
-MembershipEffect = OpenLink | CloseLink | WorkerJoined | WorkerLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IgnoreAddress:
+    """So many are tried that this address is not. Told of the first one since one was taken."""
+
+    address: str
+    num_unjoined: int
+
+
+MembershipEffect = OpenLink | CloseLink | IgnoreAddress | WorkerJoined | WorkerLost
 
 
 class LinkState(enum.StrEnum):
@@ -140,9 +153,10 @@ class Membership:
     def __init__(self, config: MembershipConfig) -> None:
         self._config = config
         self._links: dict[str, _Link] = {}
-        self._replaced: dict[WorkerId, list[Incarnation]] = {}
-        self._latest: dict[WorkerId, Incarnation] = {}
+        self._incarnations = ReplacedIncarnations()
         self._is_bus_connected = False
+        #: The last unknown address was ignored.
+        self._is_ignoring = False
 
     # -- what happens --
 
@@ -165,15 +179,11 @@ class Membership:
 
     def on_announced(self, announcement: Announcement, now: float) -> list[MembershipEffect]:
         key = announcement.key
-        if key.incarnation in self._replaced.get(key.worker_id, ()):
+        if self._incarnations.is_replaced(key):
             return []
         link = self._links.get(announcement.address)
         if link is None:
-            if announcement.is_leaving:
-                return []
-            link = self._new_link(announcement.address, is_seed=False)
-            self._note(link, announcement, now)
-            return self._open(link, now)
+            return [] if announcement.is_leaving else self._on_new_address(announcement, now)
         last = link.announced
         if last is not None and last.key == key and last.sequence >= announcement.sequence:
             return []
@@ -250,6 +260,8 @@ class Membership:
                     effects += self._lose(link, reason, now)
                 case LinkState.LOST | LinkState.REFUSED if self._is_forgotten(link, now):
                     del self._links[link.address]
+                case LinkState.REFUSED if now >= link.retry_at and self._is_alias(link):
+                    link.retry_at = now + self._config.retry_refused_s
                 case LinkState.LOST | LinkState.REFUSED if now >= link.retry_at:
                     effects += self._open(link, now)
                 case _:
@@ -299,15 +311,27 @@ class Membership:
         live = [info.key for info in self.live]
         assert len({key.worker_id for key in live}) == len(live), live
         for key in live:
-            assert key.incarnation not in self._replaced.get(key.worker_id, ()), key
-            assert self._latest[key.worker_id] == key.incarnation, key
+            assert not self._incarnations.is_replaced(key), key
+            assert self._incarnations.is_latest(key), key
         for address, link in self._links.items():
             assert address == link.address
             assert link.refused_key is None or link.state is LinkState.REFUSED, link
-        for replaced in self._replaced.values():
-            assert len(replaced) <= _MAX_REPLACED
+        self._incarnations.validate()
 
     # -- parts --
+
+    def _on_new_address(self, announcement: Announcement, now: float) -> list[MembershipEffect]:
+        num_unjoined = sum(
+            not link.is_seed and link.state is not LinkState.UP for link in self._links.values()
+        )
+        if num_unjoined >= self._config.max_unjoined:
+            was_ignoring, self._is_ignoring = self._is_ignoring, True
+            ignored = IgnoreAddress(address=announcement.address, num_unjoined=num_unjoined)
+            return [] if was_ignoring else [ignored]
+        self._is_ignoring = False
+        link = self._new_link(announcement.address, is_seed=False)
+        self._note(link, announcement, now)
+        return self._open(link, now)
 
     def _new_link(self, address: str, *, is_seed: bool) -> _Link:
         link = _Link(address=address, is_seed=is_seed or address in self._config.seeds)
@@ -333,8 +357,11 @@ class Membership:
         link.because = reason
         link.retry_at = now + min(pause, self._config.max_retry_s)
         link.num_failures += 1
-        assert link.info is not None or not was_up, link
-        return [WorkerLost(key=link.info.key)] if was_up and link.info is not None else []
+        if not was_up:
+            return []
+        assert link.info is not None, link
+        self._incarnations.lose(link.info.key)
+        return [WorkerLost(key=link.info.key)]
 
     def _refuse(self, link: _Link, key: WorkerKey | None, reason: str, now: float) -> None:
         link.state = LinkState.REFUSED
@@ -353,21 +380,24 @@ class Membership:
 
     def _conflict(self, link: _Link, key: WorkerKey) -> str:
         """Why this incarnation is not accepted, whatever else fits; empty if it is."""
-        if key.incarnation in self._replaced.get(key.worker_id, ()):
+        if self._incarnations.is_replaced(key):
             return f"incarnation {key.incarnation} of {key.worker_id} was replaced by a later one"
         for other in self._up_links():
             if other is not link and other.info is not None and other.info.key == key:
                 return f"{key} is already joined at {other.address}"
         return ""
 
+    def _is_alias(self, link: _Link) -> bool:
+        """Whoever was refused there lives at another address."""
+        return any(
+            other.info is not None and other.info.key == link.refused_key
+            for other in self._up_links()
+        )
+
     def _replace_others(self, link: _Link, key: WorkerKey, now: float) -> list[MembershipEffect]:
         """Whoever had this worker id before is out for good."""
         effects: list[MembershipEffect] = []
-        latest = self._latest.get(key.worker_id)
-        if latest is not None and latest != key.incarnation:
-            replaced = self._replaced.setdefault(key.worker_id, [])
-            replaced.append(latest)
-            del replaced[:-_MAX_REPLACED]
+        if self._incarnations.take(key) is not None:
             for other in tuple(self._links.values()):
                 info = other.info
                 if other is link or info is None or info.key.worker_id != key.worker_id:
@@ -378,7 +408,6 @@ class Membership:
                     effects += self._lose(other, reason, now)
                 if not other.is_seed:
                     del self._links[other.address]
-        self._latest[key.worker_id] = key.incarnation
         return effects
 
     def _on_role_announced(self, link: _Link, announcement: Announcement) -> list[MembershipEffect]:

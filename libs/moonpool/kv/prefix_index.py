@@ -35,15 +35,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moonpool.ids import Incarnation, WorkerId, WorkerKey
+from moonpool.ids import WorkerKey
 from moonpool.kv.block_key import KeyArray, are_distinct, keys_digest
 from moonpool.kv.key_table import DictKeyTable, KeyTable
 from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapshot
-
-#: Replaced incarnations remembered per worker; what is heard of older ones is long invalid.
-_MAX_REPLACED = 64
-#: Workers remembered that are not followed.
-_MAX_GONE = 4_096
+from moonpool.kv.replaced_incarnations import ReplacedIncarnations
 
 _WRAP = 2**64
 
@@ -87,9 +83,7 @@ class PrefixIndex:
         self._table = DictKeyTable() if table is None else table
         self._followers: dict[WorkerKey, _Follower] = {}
         self._worker_by_number: dict[int, WorkerKey] = {}
-        #: The last incarnation joined, followed or not, in the order of joining or losing it last.
-        self._latest: dict[WorkerId, Incarnation] = {}
-        self._replaced: dict[WorkerId, list[Incarnation]] = {}
+        self._incarnations = ReplacedIncarnations()
 
     # -- who is followed --
 
@@ -98,17 +92,11 @@ class PrefixIndex:
 
         An incarnation that was replaced is ignored; one that is followed goes on.
         """
-        worker_id, incarnation = worker
-        if worker in self._followers or incarnation in self._replaced.get(worker_id, ()):
+        if worker in self._followers or self._incarnations.is_replaced(worker):
             return
-        latest = self._latest.get(worker_id)
-        if latest is not None and latest != incarnation:
-            replaced = self._replaced.setdefault(worker_id, [])
-            replaced.append(latest)
-            del replaced[:-_MAX_REPLACED]
-            self.lose(WorkerKey(worker_id, latest))
-        self._latest.pop(worker_id, None)
-        self._latest[worker_id] = incarnation
+        replaced = self._incarnations.take(worker)
+        if replaced is not None:
+            self.lose(replaced)
         number = next(n for n in range(len(self._followers) + 1) if n not in self._worker_by_number)
         self._followers[worker] = _Follower(number)
         self._worker_by_number[number] = worker
@@ -119,8 +107,7 @@ class PrefixIndex:
         if follower is not None:
             del self._worker_by_number[follower.number]
             self._table.drop(follower.number)
-            self._latest[worker.worker_id] = self._latest.pop(worker.worker_id)
-            self._forget_gone()
+            self._incarnations.lose(worker)
 
     @property
     def workers(self) -> tuple[WorkerKey, ...]:
@@ -225,8 +212,8 @@ class PrefixIndex:
         assert len(self._worker_by_number) == len(self._followers)
         for worker, follower in self._followers.items():
             assert self._worker_by_number[follower.number] == worker
-            assert self._latest[worker.worker_id] == worker.incarnation, worker
-            assert worker.incarnation not in self._replaced.get(worker.worker_id, ()), worker
+            assert self._incarnations.is_latest(worker), worker
+            assert not self._incarnations.is_replaced(worker), worker
             keys = self._table.keys_of(follower.number)
             assert follower.head.count == len(keys), worker
             assert follower.head.digest == keys_digest(keys), worker
@@ -236,19 +223,9 @@ class PrefixIndex:
             assert len(follower.held) <= self._max_held_batches, worker
             num_keys = sum(batch.num_keys for batch in follower.held.values())
             assert num_keys == follower.num_held_keys <= self._max_held_keys, worker
-        for replaced in self._replaced.values():
-            assert len(replaced) <= _MAX_REPLACED
-        assert self._replaced.keys() <= self._latest.keys()
-        assert len(self._latest) <= len(self._followers) + _MAX_GONE
+        self._incarnations.validate()
 
     # -- parts --
-
-    def _forget_gone(self) -> None:
-        if len(self._latest) > len(self._followers) + _MAX_GONE:
-            followed = {worker.worker_id for worker in self._followers}
-            longest_gone = next(each for each in self._latest if each not in followed)
-            del self._latest[longest_gone]
-            self._replaced.pop(longest_gone, None)
 
     def _hold(self, follower: _Follower, batch: EventBatch) -> None:
         """Keep the batch until it is its turn; when that is too much, the earliest ones go.

@@ -49,6 +49,7 @@ from moonpool.dispatch.events import (
 from moonpool.dispatch.membership import (
     Announcement,
     CloseLink,
+    IgnoreAddress,
     Member,
     Membership,
     MembershipEffect,
@@ -360,6 +361,8 @@ class DispatchLoop:
                 case CloseLink(address=address, reason=reason):
                     log.warning("worker.link_closed", address=address, reason=reason)
                     self._links.close(address)
+                case IgnoreAddress(address=address, num_unjoined=num_unjoined):
+                    log.warning("worker.address_ignored", at=address, num_unjoined=num_unjoined)
                 case WorkerJoined(info=info):
                     log.info("worker.joined", worker=str(info.key), role=info.role, at=info.address)
                     self._address_by_key[info.key] = info.address
