@@ -160,10 +160,12 @@ class RouterBooks:
         self._metrics.count(names.INDEX_SNAPSHOTS, outcome="loaded" if is_loaded else "failed")
 
     def index(self, num_blocks: Mapping[str, int]) -> None:
-        """Set the gauges, by worker; one that is not followed any more has 0."""
-        self._indexed_workers |= num_blocks.keys()
-        for worker in self._indexed_workers:
-            self._metrics.set(names.INDEX_BLOCKS, num_blocks.get(worker, 0), worker=worker)
+        """Set the gauges, by worker; one that is not followed any more has none."""
+        for worker in self._indexed_workers - num_blocks.keys():
+            self._metrics.forget(names.INDEX_BLOCKS, worker=worker)
+        for worker, number in num_blocks.items():
+            self._metrics.set(names.INDEX_BLOCKS, number, worker=worker)
+        self._indexed_workers = set(num_blocks)
 
     def fleet(self, counts: FleetCounts) -> None:
         """Set the gauges; a worker state that nobody is in any more becomes 0."""
