@@ -198,29 +198,30 @@ async def test_a_server_outlives_clients_that_talk_nonsense(region: OwnedRegion)
         task.cancel()
 
 
-async def test_another_user_is_refused_on_both_ends(
-    region: OwnedRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_user_is_refused_on_both_ends(region: OwnedRegion) -> None:
     region.seal()
-    name = unique_name()
-    server = FdServer(name, {POOL_NAME: region.fd})
-    with socket.socket(socket.AF_UNIX) as client:
+    other = os.geteuid() + 1
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind("\0" + (name := unique_name()))
+        listener.listen()
         client.connect("\0" + name)
         assert fd_server.peer_uid(client) == os.geteuid()
-    assert not fd_server.is_trusted(os.geteuid() + 1)
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(server.run())
-        uid = os.geteuid()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "geteuid", lambda: uid + 1)
-            with pytest.raises(TransferError, match="another user"):
-                await fetch_region(name, POOL_NAME, 8192, timeout_s=5)
-            with socket.socket(socket.AF_UNIX) as client:
-                client.setblocking(False)
-                loop = asyncio.get_running_loop()
-                await loop.sock_connect(client, "\0" + name)
-                assert await loop.sock_recv(client, 100) == b"refused: another user\n"
-        task.cancel()
+        ours, theirs = unique_name(), unique_name()
+        servers = [
+            FdServer(ours, {POOL_NAME: region.fd}),
+            FdServer(theirs, {POOL_NAME: region.fd}, uid=other),
+        ]
+        tasks = [group.create_task(server.run()) for server in servers]
+        with pytest.raises(TransferError, match="runs as another user"):
+            await fetch_region(ours, POOL_NAME, 8192, timeout_s=5, uid=other)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, "\0" + theirs)
+            assert await loop.sock_recv(client, 100) == b"refused: another user\n"
+        for task in tasks:
+            task.cancel()
 
 
 def test_only_sealed_memory_is_offered_and_a_name_is_taken_once(region: OwnedRegion) -> None:

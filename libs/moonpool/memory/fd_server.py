@@ -45,11 +45,14 @@ def socket_name(worker: WorkerKey) -> str:
 class FdServer:
     """Offers named descriptors of sealed regions. Bound at construction, serving while run() runs."""
 
-    def __init__(self, name: str, descriptors: Mapping[str, int]) -> None:
+    def __init__(
+        self, name: str, descriptors: Mapping[str, int], *, uid: int | None = None
+    ) -> None:
         """Bind `name` (socket_name).
 
         Args:
             descriptors: By name; they stay the caller's and open for the server's life.
+            uid: Whose processes may have them; this process's user's if None.
 
         Raises:
             ValueError: A descriptor is not sealed.
@@ -60,6 +63,7 @@ class FdServer:
             if not has_seals(fd):
                 raise ValueError(f"{region} is not sealed: a peer could write it")
         self._descriptors = dict(descriptors)
+        self._uid = os.geteuid() if uid is None else uid
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._socket.bind("\0" + name)
@@ -94,7 +98,7 @@ class FdServer:
         with closing(connection):
             connection.setblocking(False)
             try:
-                if not is_trusted(peer_uid(connection)):
+                if peer_uid(connection) != self._uid:
                     connection.send(b"refused: another user\n")
                     return
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
@@ -110,14 +114,18 @@ class FdServer:
 
 
 async def fetch_region(
-    name: str, region: str, size_bytes: int, *, timeout_s: float
+    name: str, region: str, size_bytes: int, *, timeout_s: float, uid: int | None = None
 ) -> ReadOnlyRegion:
     """Ask a peer's fd server for a region and map it, in a thread (a large map takes a while).
+
+    Args:
+        uid: Whose server is believed; this process's user's if None.
 
     Raises:
         TransferError: Nobody listens, it is another user's, it refused, or it was too slow.
     """
-    return await asyncio.to_thread(_fetch, name, region, size_bytes, timeout_s)
+    trusted_uid = os.geteuid() if uid is None else uid
+    return await asyncio.to_thread(_fetch, name, region, size_bytes, timeout_s, trusted_uid)
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -125,11 +133,6 @@ def peer_uid(connection: socket.socket) -> int:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", packed)
     return int(uid)
-
-
-def is_trusted(uid: int) -> bool:
-    """KV memory is passed between processes of one user only."""
-    return uid == os.geteuid()
 
 
 async def _read_line(connection: socket.socket) -> str:
@@ -143,13 +146,15 @@ async def _read_line(connection: socket.socket) -> str:
     return line[:-1].decode()
 
 
-def _fetch(name: str, region: str, size_bytes: int, timeout_s: float) -> ReadOnlyRegion:
+def _fetch(
+    name: str, region: str, size_bytes: int, timeout_s: float, trusted_uid: int
+) -> ReadOnlyRegion:
     fds: list[int] = []
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
             connection.settimeout(timeout_s)
             connection.connect("\0" + name)
-            if not is_trusted(peer_uid(connection)):
+            if peer_uid(connection) != trusted_uid:
                 raise TransferError(
                     "the peer's memory server runs as another user", code="kv_region_refused"
                 )
