@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moonpool.cli.app import app
 from moonpool.cli.main import run
 
 COMMAND = (sys.executable, "-P", "-m", "moonpool.cli.main")
@@ -29,11 +31,11 @@ class Ran:
         return json.loads(self.out.splitlines()[-1])
 
 
-def cli(*arguments: str) -> Ran:
+def cli(*arguments: str, commands: Callable[..., Any] = app) -> Ran:
     """One command line inside this process. Neither stream is a terminal."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = run(list(arguments))
+        code = run(list(arguments), commands=commands)
     return Ran(code=code, out=out.getvalue(), err=err.getvalue())
 
 

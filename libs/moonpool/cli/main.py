@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from typer import Abort, Exit
@@ -30,15 +31,18 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], *, commands: Callable[..., Any] = app) -> int:  # Any: of any command
     """Run one command line; returns the exit code. Failures are told on stderr.
 
     With `--json` they are told on stdout as well, as an object with the key `error`. A bug of ours
     raises.
+
+    Args:
+        commands: All of them, called as typer calls its own.
     """
     is_json = "--json" in arguments
     try:
-        result = app(arguments, prog_name="moonpool", standalone_mode=False)
+        result = commands(arguments, prog_name="moonpool", standalone_mode=False)
     except (KeyboardInterrupt, Abort):
         sys.stderr.write("\nmoonpool: interrupted\n")
         return EXIT_INTERRUPTED
