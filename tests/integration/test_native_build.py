@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moonpool import native
 from moonpool.native import build
 from moonpool.native.binding import LoadError, load_library
 from moonpool.native.loading import LIBRARY_NAME
@@ -60,6 +61,12 @@ def build_wheel(
     (wheel,) = (project / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return wheel.name, set(archive.namelist())
+
+
+@needs_compiler
+def test_where_there_is_a_compiler_the_library_is_used() -> None:
+    """Without it the tests of compiled kernels are skipped, one and all."""
+    assert native.status().is_compiled, native.status().message
 
 
 @needs_compiler
