@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 
 from moonpool.core.step import SampleSpec, StepPlan, StepRow
 from moonpool.engine.kv_pool import KvPool
+from moonpool.engine.linear import has_native_bfloat16
 from moonpool.engine.loader import load_model
 from moonpool.engine.runner import ModelRunner, load_runner
 from moonpool.hub.model_dir import ModelDir
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.layout import KvLayout
-from moonpool.native import kernels
+from moonpool.native import kernels, status
 from support.engine import NoMark, open_tiny
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
@@ -178,6 +180,32 @@ def test_bfloat16_kv_read_back_equals_kv_just_computed(model_dir: ModelDir) -> N
     torch.testing.assert_close(
         parts.block(0, 3).float(), whole.block(0, 3).float(), atol=1e-6, rtol=1e-2
     )
+
+
+@pytest.mark.skipif(
+    not status().is_compiled or has_native_bfloat16(),
+    reason="products and attention of the C library promise an order of additions, others do not",
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_is_the_same_bits_however_a_prompt_is_computed(model_dir: ModelDir, dtype: str) -> None:
+    """Whole, in chunks, after a cached prefix, token by token, and beside others."""
+    ids = np.random.default_rng(8).integers(3, 200, 75).tolist()
+    blocks = [1, 2, 3, 4, 5]
+    whole = Engine(model_dir, dtype)
+    expected = whole.run(make_row(ids, blocks)).tokens
+    for cuts in ([16], [1, 2, 3], [31, 33, 64, 74], list(range(1, 75))):
+        engine = Engine(model_dir, dtype)
+        for start, end in itertools.pairwise([0, *cuts, len(ids)]):
+            used = blocks[: -(-end // 16)]
+            sample = GREEDY if end == len(ids) else None
+            others = (make_row([7, 8, 9], [20], slot=1, sample=None), make_row([9], [21], slot=2))
+            tokens = engine.run(
+                *others, make_row(ids[start:end], used, start=start, sample=sample)
+            ).tokens
+        assert tokens[-1] == expected[0], cuts
+        for layer in range(3):
+            for block in blocks[:-1]:
+                assert torch.equal(engine.block(layer, block), whole.block(layer, block)), cuts
 
 
 def test_bfloat16_arithmetic_stays_close_on_every_path(model_dir: ModelDir) -> None:

@@ -23,16 +23,15 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 def make_backend(form, pool: KvPool, memory: bytearray, group: int) -> AttentionBackend:
     """As ModelRunner chooses it."""
-    num_heads = pool.num_kv_heads * group
-    decode = form.decode_attention(
+    attention = form.paged_attention(
         np.frombuffer(memory, np.uint8),
         LeafGeometry.of_layout(pool.layout),
         group_size=group,
         is_bfloat16=pool.dtype is torch.bfloat16,
     )
-    if decode is None:
-        return TorchPagedAttention(pool, num_heads, torch.float32)
-    return NativePagedAttention(pool, num_heads, decode)
+    if attention is None:
+        return TorchPagedAttention(pool, pool.num_kv_heads * group, torch.float32)
+    return NativePagedAttention(attention)
 
 
 def run(
@@ -134,82 +133,119 @@ def test_decodes_over_a_bfloat16_pool_are_computed_in_bfloat16_by_torch() -> Non
 
 native_only = pytest.mark.skipif(not status().is_compiled, reason=status().message)
 DECODES = [(0, 1), (15, 1), (16, 1), (40, 1), (61, 1), (300, 1)]
+CHUNKS = [(0, 2), (0, 16), (5, 11), (16, 20), (290, 33), (0, 95)]
+SHAPES = [(1, 16), (2, 48), (3, 64), (4, 80), (5, 128), (8, 256)]
 
 
 @native_only
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("group", "dim"), [(1, 16), (2, 48), (3, 64), (4, 80), (5, 128), (8, 256)])
-def test_decodes_in_c_are_computed_in_float32(group: int, dim: int, dtype: str) -> None:
-    found, expected = run(kernels(), DECODES, dtype, group=group, dim=dim)
+@pytest.mark.parametrize(("group", "dim"), SHAPES)
+def test_attention_in_c_is_computed_in_float32(group: int, dim: int, dtype: str) -> None:
+    found, expected = run(kernels(), DECODES + CHUNKS, dtype, group=group, dim=dim)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @native_only
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decode_in_c_is_the_same_bits_in_any_batch(dtype: str) -> None:
-    together = decode_attention(DECODES, dtype)
-    for row in range(len(DECODES)):
-        assert torch.equal(decode_attention(DECODES, dtype, only=[row])[0], together[row])
+@pytest.mark.parametrize(("group", "dim"), SHAPES)
+def test_a_token_in_c_is_the_same_bits_in_any_batch_and_chunk(
+    group: int, dim: int, dtype: str
+) -> None:
+    """Alone, with others, in one chunk, in several, with any part of what is before it cached."""
+    sequences = Sequences([1, 2, 15, 16, 17, 47, 150], group=group, dim=dim, dtype=dtype)
+    alone = [[(row, at, 1)] for row, end in enumerate(sequences.lengths) for at in range(end)]
+    expected = torch.cat([sequences.attend(rows) for rows in alone])
+    whole = [(row, 0, end) for row, end in enumerate(sequences.lengths)]
+    assert torch.equal(sequences.attend(whole), expected)
+    rng = np.random.default_rng(group)
+    first = np.concatenate(([0], np.cumsum(sequences.lengths)))
+    for _ in range(6):
+        rows = []
+        for row in rng.permutation(len(sequences.lengths)).tolist():
+            start, end = np.sort(rng.choice(sequences.lengths[row] + 1, 2, replace=False)).tolist()
+            rows.append((row, start, end - start))
+        rows.sort(key=lambda one: one[2] > 1)
+        wanted = torch.cat([expected[first[row] + start :][:count] for row, start, count in rows])
+        assert torch.equal(sequences.attend(rows), wanted), rows
 
 
-def decode_attention(rows, dtype: str, only: list[int] | None = None) -> torch.Tensor:
-    """Decode rows over a pool that does not depend on which of them run."""
-    layout = KvLayout.block_major(
-        num_blocks=BLOCKS, num_layers=2, num_kv_heads=KV_HEADS, head_dim=32, dtype=dtype
-    )
-    memory = bytearray(layout.pool_bytes)
-    torch.manual_seed(3)
-    values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
-    values.copy_(torch.randn(len(values)))
-    lengths = np.array([start + 1 for start, _ in rows])
-    num_blocks = -(-lengths // SIZE)
-    blocks = np.random.default_rng(3).permutation(BLOCKS)[: num_blocks.sum()].astype(np.int32)
-    tables = np.split(blocks, np.cumsum(num_blocks)[:-1])
-    query = torch.randn(len(rows), KV_HEADS * GROUP, 32)
-    chosen = list(range(len(rows))) if only is None else only
-    attention = make_backend(kernels(), KvPool(memory, layout), memory, GROUP)
-    indptr = np.concatenate(([0], np.cumsum(num_blocks[chosen])))
-    attention.plan(
-        PageTables(
-            num_decode_rows=len(chosen),
-            qo_indptr=np.arange(len(chosen) + 1, dtype=np.int32),
-            kv_indptr=indptr.astype(np.int32),
-            kv_indices=np.concatenate([tables[row] for row in chosen]),
-            kv_last_page_len=((lengths[chosen] - 1) % SIZE + 1).astype(np.int32),
-            block_size=SIZE,
+class Sequences:
+    """Sequences of random queries, keys and values, each with its blocks in one pool."""
+
+    def __init__(self, lengths: list[int], *, group: int, dim: int, dtype: str) -> None:
+        self.lengths = lengths
+        layout = KvLayout.block_major(
+            num_blocks=BLOCKS, num_layers=2, num_kv_heads=KV_HEADS, head_dim=dim, dtype=dtype
         )
-    )
-    return attention.run(1, query[chosen], torch.empty(len(chosen), 2, KV_HEADS, 32))
+        memory = bytearray(layout.pool_bytes)
+        torch.manual_seed(3)
+        values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
+        values.copy_(torch.randn(len(values)))
+        blocks = np.random.default_rng(3).permutation(BLOCKS).astype(np.int32)
+        counts = [-(-length // SIZE) for length in lengths]
+        self._tables = np.split(blocks, np.cumsum(counts))[: len(lengths)]
+        self._queries = [torch.randn(length, KV_HEADS * group, dim) for length in lengths]
+        self._attention = make_backend(kernels(), KvPool(memory, layout), memory, group)
+
+    def attend(self, rows: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Of (sequence, first token, number of tokens), rows of one token first."""
+        ends = np.array([start + count for _, start, count in rows])
+        tables = [
+            self._tables[row][: -(-end // SIZE)] for (row, *_), end in zip(rows, ends, strict=True)
+        ]
+        queries = [self._queries[row][start : start + count] for row, start, count in rows]
+        self._attention.plan(
+            PageTables(
+                num_decode_rows=sum(count == 1 for *_, count in rows),
+                qo_indptr=np.cumsum([0, *(count for *_, count in rows)]).astype(np.int32),
+                kv_indptr=np.cumsum([0, *map(len, tables)]).astype(np.int32),
+                kv_indices=np.concatenate(tables),
+                kv_last_page_len=((ends - 1) % SIZE + 1).astype(np.int32),
+                block_size=SIZE,
+            )
+        )
+        query = torch.cat(queries)
+        return self._attention.run(1, query, torch.empty(len(query), 2, KV_HEADS, query.shape[2]))
 
 
 @native_only
+@pytest.mark.parametrize("num_queries", [1, 2])
 @pytest.mark.parametrize(
-    ("layer", "indptr", "indices", "lengths", "what"),
+    ("layer", "qo_indptr", "indptr", "indices", "length", "what"),
     [
-        (2, [0, 1], [0], [5], "layer"),
-        (-1, [0, 1], [0], [5], "layer"),
-        (0, [0, 1], [4], [5], "block"),
-        (0, [0, 1], [-1], [5], "block"),
-        (0, [0, 1], [0], [17], "row"),
-        (0, [0, 1], [0], [0], "row"),
-        (0, [0, 2], [0], [5], "row"),
-        (0, [1, 0], [0], [5], "row"),
+        (2, None, [0, 1], [0], 5, "layer"),
+        (-1, None, [0, 1], [0], 5, "layer"),
+        (0, None, [0, 1], [4], 5, "block"),
+        (0, None, [0, 1], [-1], 5, "block"),
+        (0, None, [0, 1], [0], 17, "row"),
+        (0, None, [0, 1], [0], 0, "row"),
+        (0, None, [0, 2], [0], 5, "row"),
+        (0, None, [1, 0], [0], 5, "row"),
+        (0, [0, 6], [0, 1], [0], 5, "row"),
+        (0, [1, 1], [0, 1], [0], 5, "row"),
+        (0, [-1, 1], [0, 1], [0], 5, "row"),
     ],
 )
-def test_nothing_out_of_bounds_is_read(layer, indptr, indices, lengths, what: str) -> None:
+def test_nothing_out_of_bounds_is_read(
+    num_queries: int, layer, qo_indptr, indptr, indices, length, what: str
+) -> None:
     layout = KvLayout.block_major(
         num_blocks=4, num_layers=2, num_kv_heads=1, head_dim=16, dtype="float32"
     )
-    attention = kernels().decode_attention(
+    attention = kernels().paged_attention(
         np.zeros(layout.pool_bytes, np.uint8),
         LeafGeometry.of_layout(layout),
         group_size=1,
         is_bfloat16=False,
     )
     attention.plan(
-        np.array(indptr, np.int32), np.array(indices, np.int32), np.array(lengths, np.int64)
+        np.array(qo_indptr or [0, num_queries], np.int32),
+        np.array(indptr, np.int32),
+        np.array(indices, np.int32),
+        np.array([length], np.int64),
+        num_decode_rows=num_queries == 1,
     )
-    query, out = np.zeros(16, np.float32), np.full(16, 7.0, np.float32)
+    query, out = np.zeros((2, 16), np.float32), np.full((2, 16), 7.0, np.float32)
     with pytest.raises(RangeError, match=what):
         attention.run(layer, query.ctypes.data, 16, out.ctypes.data)
     assert (out == 7.0).all()

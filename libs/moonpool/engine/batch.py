@@ -46,18 +46,6 @@ class PageTables:
         num_blocks = np.diff(self.kv_indptr).astype(np.int64)
         return (num_blocks - 1) * self.block_size + self.kv_last_page_len
 
-    def without_decode_rows(self) -> PageTables:
-        """The chunks alone; their tokens keep their places in the batch."""
-        first = self.num_decode_rows
-        return PageTables(
-            num_decode_rows=0,
-            qo_indptr=self.qo_indptr[first:],
-            kv_indptr=self.kv_indptr[first:],
-            kv_indices=self.kv_indices,
-            kv_last_page_len=self.kv_last_page_len[first:],
-            block_size=self.block_size,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:

@@ -123,14 +123,14 @@ def _attention(
 ) -> AttentionBackend:
     num_heads = model.config.num_heads
     if model.dtype is torch.float32:
-        decode = kernels.decode_attention(
+        attention = kernels.paged_attention(
             np.frombuffer(memoryview(buffer), np.uint8),
             LeafGeometry.of_layout(pool.layout),
             group_size=num_heads // pool.num_kv_heads,
             is_bfloat16=pool.dtype is torch.bfloat16,
         )
-        if decode is not None:
-            return NativePagedAttention(pool, num_heads, decode)
+        if attention is not None:
+            return NativePagedAttention(attention)
     return TorchPagedAttention(pool, num_heads, model.dtype)
 
 

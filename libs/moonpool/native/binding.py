@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -122,17 +122,18 @@ class AttentionStruct(ctypes.Structure):
     )
 
 
-class DecodeRowsStruct(ctypes.Structure):
-    """`mp_decode_rows`."""
+class AttentionRowsStruct(ctypes.Structure):
+    """`mp_attention_rows`."""
 
     _fields_ = (
         ("num_rows", ctypes.c_int64),
         ("num_indices", ctypes.c_int64),
         ("max_length", ctypes.c_int64),
+        ("qo_indptr", ctypes.c_void_p),
         ("indptr", ctypes.c_void_p),
         ("indices", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
-        ("scores", ctypes.c_void_p),
+        ("work", ctypes.c_void_p),
     )
 
 
@@ -229,6 +230,8 @@ def load_library(path: Path) -> NativeLibrary:
         ),
         mp_multiply=(None, pointer, pointer, int64, pointer),
         mp_attend=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
+        mp_attend_chunks=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
+        mp_attend_chunks_work=(int64, pointer, int64),
         mp_gather=(None, pointer, pointer, ctypes.c_char_p, int64),
         mp_rms_norm=(None, pointer, pointer, ctypes.c_float, int64, int64, pointer),
         mp_silu_mul=(None, pointer, int64, int64, pointer),

@@ -26,7 +26,7 @@ _FLAGS = (
     "-ffp-contract=fast",
 )
 #: Files that are compiled for other instruction sets too; src/dispatch.c chooses at load time.
-_VARIED = ("attention", "leaf_digest", "linear", "rows")
+_VARIED = ("attention", "chunk_attention", "copy", "leaf_digest", "linear", "rows")
 _X86_VARIANTS = (("avx2", ("-mavx2", "-mfma")), ("avx512", ("-mavx512f", "-mavx2", "-mfma")))
 
 

@@ -17,7 +17,7 @@ from moonpool.native.binding import (
     page_address,
     raise_for,
 )
-from moonpool.native.compiled_attention import CompiledDecodeAttention
+from moonpool.native.compiled_attention import CompiledAttention
 from moonpool.native.compiled_linear import CompiledLinear
 from moonpool.native.compiled_queue import CompiledCopyQueue
 from moonpool.native.compiled_table import CompiledKeyTable
@@ -36,7 +36,7 @@ from moonpool.native.geometry import (
 from moonpool.native.kernels import (
     ControlPage,
     CopyQueue,
-    DecodeAttention,
+    PagedAttention,
     Gathering,
     LayerFinisher,
     PackedLinear,
@@ -145,12 +145,12 @@ class CompiledKernels:
     def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
         return CompiledLinear(self._library, weight, bias)
 
-    def decode_attention(
+    def paged_attention(
         self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
-    ) -> DecodeAttention | None:
+    ) -> PagedAttention | None:
         if geometry.token_bytes % (32 if is_bfloat16 else 64):
             return None
-        return CompiledDecodeAttention(
+        return CompiledAttention(
             self._library, pool, geometry, group_size=group_size, is_bfloat16=is_bfloat16
         )
 

@@ -1,4 +1,4 @@
-"""DecodeAttention in C: see src/attention.c."""
+"""PagedAttention in C: see src/attention.c and src/chunk_attention.c."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 
 from moonpool.native.binding import (
+    AttentionRowsStruct,
     AttentionStruct,
-    DecodeRowsStruct,
     NativeLibrary,
     ResultStruct,
     address_of,
@@ -21,9 +21,11 @@ from moonpool.native.geometry import ByteArray, Int32Array, Int64Array, LeafGeom
 _MAX_QUERIES = 3
 #: Lanes of the widest vector: what a head must be made of.
 _MAX_LANES = 16
+_INT32_BYTES = np.dtype(np.int32).itemsize
+_INT64_BYTES = np.dtype(np.int64).itemsize
 
 
-class CompiledDecodeAttention:
+class CompiledAttention:
     """Bound to one pool; planned for one step at a time."""
 
     def __init__(
@@ -52,33 +54,69 @@ class CompiledDecodeAttention:
             is_bfloat16=is_bfloat16,
             scale=head_dim**-0.5,
         )
-        self._rows = DecodeRowsStruct()
+        self._library = library
         self._result = ResultStruct()
-        self._addresses = tuple(
-            ctypes.addressof(struct) for struct in (self._attention, self._rows, self._result)
-        )
-        self._planned: tuple[Int32Array, Int32Array, Int64Array] | None = None
-        self._scores = np.empty(0, np.float32)
+        #: All rows for their last queries; rows of one query; the others.
+        self._rows, self._decodes, self._chunks = (AttentionRowsStruct() for _ in range(3))
+        self._planned: tuple[object, ...] = ()
+        self._work = np.empty(0, np.float32)
         self._attend = library.kernel("mp_attend", isa)
+        self._attend_chunks = library.kernel("mp_attend_chunks", isa)
 
-    def plan(self, indptr: Int32Array, indices: Int32Array, lengths: Int64Array) -> None:
-        if indptr.shape != (len(lengths) + 1,):
-            raise ValueError(f"indptr has shape {indptr.shape} for {len(lengths)} rows")
+    def plan(
+        self,
+        qo_indptr: Int32Array,
+        indptr: Int32Array,
+        indices: Int32Array,
+        lengths: Int64Array,
+        *,
+        num_decode_rows: int,
+    ) -> None:
+        num_rows = len(lengths)
+        if qo_indptr.shape != (num_rows + 1,) or indptr.shape != (num_rows + 1,):
+            raise ValueError(
+                f"indptr have shapes {qo_indptr.shape}, {indptr.shape} for {num_rows} rows"
+            )
+        if not 0 <= num_decode_rows <= num_rows:
+            raise ValueError(f"{num_decode_rows} of {num_rows} rows")
         max_length = -(-int(lengths.max(initial=1)) // _MAX_LANES) * _MAX_LANES
-        if len(self._scores) < _MAX_QUERIES * max_length:
-            self._scores = np.empty(2 * _MAX_QUERIES * max_length, np.float32)
-        self._planned = (indptr, indices, lengths)
-        rows = self._rows
-        rows.num_rows = len(lengths)
-        rows.num_indices = len(indices)
-        rows.max_length = max_length
-        rows.indptr = address_of(indptr, np.int32)
-        rows.indices = address_of(indices, np.int32)
-        rows.lengths = address_of(lengths, np.int64)
-        rows.scores = address_of(self._scores, np.float32)
+        self._grow(_MAX_QUERIES * max_length)
+        if num_decode_rows < num_rows:
+            attention = ctypes.byref(self._attention)
+            self._grow(self._library.working.mp_attend_chunks_work(attention, max_length))
+        self._planned = (qo_indptr, indptr, indices, lengths)
+        for rows, first, last in (
+            (self._rows, 0, num_rows),
+            (self._decodes, 0, num_decode_rows),
+            (self._chunks, num_decode_rows, num_rows),
+        ):
+            rows.num_rows = last - first
+            rows.num_indices = len(indices)
+            rows.max_length = max_length
+            rows.qo_indptr = address_of(qo_indptr, np.int32) + first * _INT32_BYTES
+            rows.indptr = address_of(indptr, np.int32) + first * _INT32_BYTES
+            rows.indices = address_of(indices, np.int32)
+            rows.lengths = address_of(lengths, np.int64) + first * _INT64_BYTES
+            rows.work = address_of(self._work, np.float32)
 
-    def run(self, layer: int, query: int, query_stride: int, out: int) -> None:
-        attention, rows, result = self._addresses
-        self._attend(attention, layer, rows, query, query_stride, out, result)
-        if self._result.status:
+    def run(
+        self, layer: int, query: int, query_stride: int, out: int, *, is_last_only: bool = False
+    ) -> None:
+        attention, result = ctypes.byref(self._attention), ctypes.byref(self._result)
+        if is_last_only:
+            self._attend(
+                attention, layer, ctypes.byref(self._rows), query, query_stride, out, result
+            )
             raise_for(self._result.status, self._result.index)
+            return
+        for attend, rows in (
+            (self._attend, self._decodes),
+            (self._attend_chunks, self._chunks),
+        ):
+            if rows.num_rows:
+                attend(attention, layer, ctypes.byref(rows), query, query_stride, out, result)
+                raise_for(self._result.status, self._result.index)
+
+    def _grow(self, num_floats: int) -> None:
+        if len(self._work) < num_floats:
+            self._work = np.empty(num_floats + num_floats // 2, np.float32)

@@ -37,7 +37,7 @@ from moonpool.native.kernels import (
     CopyRoute,
     CopyStream,
     CopyTicket,
-    DecodeAttention,
+    PagedAttention,
     Gathering,
     LayerFinisher,
     PackedLinear,
@@ -118,9 +118,9 @@ class FallbackKernels:
     def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
         return None
 
-    def decode_attention(
+    def paged_attention(
         self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
-    ) -> DecodeAttention | None:
+    ) -> PagedAttention | None:
         return None
 
     def gather(self, pool: ByteArray, spans: Int64Array) -> Gathering:

@@ -223,27 +223,44 @@ class PackedLinear(Protocol):
         ...
 
 
-class DecodeAttention(Protocol):
-    """Attention of rows of one query token over a paged pool, bound to that pool."""
+class PagedAttention(Protocol):
+    """Causal attention over a paged pool, bound to that pool.
 
-    def plan(self, indptr: Int32Array, indices: Int32Array, lengths: Int64Array) -> None:
+    A query's result depends on itself and on what it sees only: its bits are the same alone, in a chunk,
+    and in any batch.
+    """
+
+    def plan(
+        self,
+        qo_indptr: Int32Array,
+        indptr: Int32Array,
+        indices: Int32Array,
+        lengths: Int64Array,
+        *,
+        num_decode_rows: int,
+    ) -> None:
         """The rows of the next runs; keeps the arrays until the next plan.
 
         Args:
-            indptr: int32[rows + 1]: the blocks of row r are indices[indptr[r] : indptr[r + 1]].
-            lengths: int64[rows]: tokens that each row sees.
+            qo_indptr: int32[rows + 1]: row r's queries are [qo_indptr[r], qo_indptr[r + 1]).
+            indptr: int32[rows + 1]: its blocks are indices[indptr[r] : indptr[r + 1]].
+            lengths: int64[rows]: tokens that the last query of each row sees, itself included.
+            num_decode_rows: How many rows, the first ones, have one query.
         """
         ...
 
-    def run(self, layer: int, query: int, query_stride: int, out: int) -> None:
-        """out[row] = attention of query[row].
+    def run(
+        self, layer: int, query: int, query_stride: int, out: int, *, is_last_only: bool = False
+    ) -> None:
+        """out[query] = attention of query[query]; with `is_last_only` of the last query of each row.
 
         Args:
-            query: Address of float32[rows, heads, head_dim], the rows `query_stride` elements apart.
-            out: Address of contiguous float32[rows, heads * head_dim]; neither is checked.
+            query: Address of float32[queries, heads, head_dim], the queries `query_stride` elements apart.
+            out: Address of contiguous float32[queries, heads * head_dim]; neither is checked.
 
         Raises:
-            RangeError: A layer, row or block is out of bounds; nothing was written.
+            RangeError: A layer, row or block is out of bounds; nothing was written for rows of one
+                query, or nothing for the others.
         """
         ...
 
@@ -321,9 +338,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def decode_attention(
+    def paged_attention(
         self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
-    ) -> DecodeAttention | None:
+    ) -> PagedAttention | None:
         """`group_size` query heads share a KV head; the planes hold K, then V.
 
         None without the C library, and for heads that are not whole vectors of 16.

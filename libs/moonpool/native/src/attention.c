@@ -1,6 +1,6 @@
 /*
- * Attention of rows of one token (decode) over the paged pool, straight from its blocks: nothing is
- * gathered, and every key and value is read once. Compiled once per instruction set (vectors.h).
+ * Attention of the last query of each row (decode) over the paged pool, straight from its blocks: nothing
+ * is gathered, and every key and value is read once. Compiled once per instruction set (vectors.h).
  *
  * One KV head of one row at a time, with the query heads that share it:
  *
@@ -11,11 +11,7 @@
  * All arithmetic is float32, whatever the pool holds. A row's result depends on its own query, keys and
  * values only, not on the other rows of the batch.
  */
-#include "moonpool_native.h"
-#include "vectors.h"
-
-#include <math.h>
-#include <string.h>
+#include "attention.h"
 
 enum {
     MAX_QUERIES = 3, /* query heads at once */
@@ -32,14 +28,6 @@ typedef struct {
     const int32_t *blocks;
     int64_t length; /* tokens */
 } head;
-
-MP_INLINE floats load(const uint8_t *at, int is_bfloat16, int64_t element)
-{
-    if (is_bfloat16)
-        return (floats)(__builtin_convertvector(*(const stored_halves *)(at + 2 * element), words)
-                        << 16);
-    return *(const stored_floats *)(at + 4 * element);
-}
 
 /* Blocks are scattered: without being told, the processor would wait for the first bytes of each. */
 MP_INLINE void fetch(const uint8_t *at, int64_t num_bytes)
@@ -104,30 +92,6 @@ MP_INLINE void score_all(const head *h, int is_bfloat16, int num_queries, const 
     }
 }
 
-/* Replaces scores by exponentials; returns their sum. The row has room up to whole vectors. */
-static float soften(float *scores, int64_t length)
-{
-    const int64_t end = (length + LANES - 1) / LANES * LANES;
-    for (int64_t t = length; t < end; t++)
-        scores[t] = -INFINITY;
-    floats largest = *(const stored_floats *)scores;
-    for (int64_t t = LANES; t < end; t += LANES) {
-        const floats s = *(const stored_floats *)(scores + t);
-        const integers is_larger = s > largest;
-        largest = (floats)(((integers)s & is_larger) | ((integers)largest & ~is_larger));
-    }
-    float top = largest[0];
-    for (int lane = 1; lane < LANES; lane++)
-        top = largest[lane] > top ? largest[lane] : top;
-    floats sum = {0};
-    for (int64_t t = 0; t < end; t += LANES) {
-        const floats e = exponential(*(const stored_floats *)(scores + t) - top);
-        *(stored_floats *)(scores + t) = e;
-        sum += e;
-    }
-    return sum_of_lanes(sum);
-}
-
 /* out[q][dims of `num_vectors` vectors] from `dim` on. */
 MP_INLINE void mix(const head *h, int is_bfloat16, int num_queries, int num_vectors, int64_t dim,
                    const float *weights, int64_t stride, const float *sums, float *out)
@@ -180,11 +144,11 @@ MP_INLINE void attend_head(const head *h, int is_bfloat16, int num_queries, cons
 }
 
 MP_INLINE void attend_group(const head *h, int is_bfloat16, const float *query,
-                            const mp_decode_rows *rows, float *out)
+                            const mp_attention_rows *rows, float *out)
 {
     const int64_t head_dim = h->attention->head_dim, group_size = h->attention->group_size;
     const int64_t stride = rows->max_length;
-    float *scores = rows->scores;
+    float *scores = rows->work;
     for (int64_t q = 0; q < group_size; q += MAX_QUERIES) {
         const float *from = query + q * head_dim;
         float *to = out + q * head_dim;
@@ -196,40 +160,14 @@ MP_INLINE void attend_group(const head *h, int is_bfloat16, const float *query,
     }
 }
 
-static int check(const mp_attention *a, int64_t layer, const mp_decode_rows *rows,
-                 mp_result *result)
-{
-    const mp_geometry *g = &a->geometry;
-    *result = (mp_result){MP_OK, 0, 0};
-    if (layer < 0 || layer >= g->num_layers) {
-        *result = (mp_result){MP_LAYER_OUT_OF_BOUNDS, 0, 0};
-        return 0;
-    }
-    for (int64_t row = 0; row < rows->num_rows; row++) {
-        const int64_t begin = rows->indptr[row], end = rows->indptr[row + 1];
-        const int64_t length = rows->lengths[row];
-        if (begin < 0 || end < begin || end > rows->num_indices || length < 1 ||
-            length > rows->max_length || length > (end - begin) * g->block_size) {
-            *result = (mp_result){MP_ROW_OUT_OF_BOUNDS, row, 0};
-            return 0;
-        }
-        for (int64_t i = begin; i < end; i++)
-            if (rows->indices[i] < 0 || rows->indices[i] >= g->num_blocks) {
-                *result = (mp_result){MP_BLOCK_OUT_OF_BOUNDS, i, 0};
-                return 0;
-            }
-    }
-    return 1;
-}
-
-MP_EXPORT void MP_JOIN(mp_attend_, MP_ISA)(const mp_attention *, int64_t, const mp_decode_rows *,
+MP_EXPORT void MP_JOIN(mp_attend_, MP_ISA)(const mp_attention *, int64_t, const mp_attention_rows *,
                                            const float *, int64_t, float *, mp_result *);
 
-void MP_JOIN(mp_attend_, MP_ISA)(const mp_attention *a, int64_t layer, const mp_decode_rows *rows,
+void MP_JOIN(mp_attend_, MP_ISA)(const mp_attention *a, int64_t layer, const mp_attention_rows *rows,
                                  const float *query, int64_t query_stride, float *out,
                                  mp_result *result)
 {
-    if (!check(a, layer, rows, result))
+    if (!rows_are_valid(a, layer, rows, result))
         return;
     const mp_geometry *g = &a->geometry;
     const int64_t head_bytes = g->block_size * g->token_bytes;
@@ -240,8 +178,9 @@ void MP_JOIN(mp_attend_, MP_ISA)(const mp_attention *a, int64_t layer, const mp_
             const uint8_t *keys = a->pool + mp_leaf_offset(g, 0, layer) + kv_head * head_bytes;
             const head h = {a, keys, keys + g->plane_stride, rows->indices + rows->indptr[row],
                             rows->lengths[row]};
-            const float *from = query + row * query_stride + kv_head * group_floats;
-            float *to = out + (row * num_kv_heads + kv_head) * group_floats;
+            const int64_t last = (int64_t)rows->qo_indptr[row + 1] - 1;
+            const float *from = query + last * query_stride + kv_head * group_floats;
+            float *to = out + (last * num_kv_heads + kv_head) * group_floats;
             if (a->is_bfloat16)
                 attend_group(&h, 1, from, rows, to);
             else

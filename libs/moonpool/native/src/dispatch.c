@@ -3,17 +3,24 @@
 
 #define DECLARE(isa)                                                                        \
     uint64_t mp_leaf_digest_##isa(const uint8_t *, int64_t, int64_t, int64_t);              \
+    void mp_copy_##isa(uint8_t *, const uint8_t *, int64_t);                                \
+    void mp_copy_out_##isa(uint8_t *, const uint8_t *, int64_t);                            \
     void mp_multiply_##isa(const mp_linear *, const float *, int64_t, float *);             \
-    void mp_attend_##isa(const mp_attention *, int64_t, const mp_decode_rows *, const float *, \
-                         int64_t, float *, mp_result *);                                    \
+    void mp_attend_##isa(const mp_attention *, int64_t, const mp_attention_rows *,          \
+                         const float *, int64_t, float *, mp_result *);                     \
+    void mp_attend_chunks_##isa(const mp_attention *, int64_t, const mp_attention_rows *,   \
+                                const float *, int64_t, float *, mp_result *);              \
     void mp_rms_norm_##isa(const float *, const float *, float, int64_t, int64_t, float *); \
     void mp_silu_mul_##isa(const float *, int64_t, int64_t, float *);
 
 #define CHOOSE(isa)                              \
     do {                                         \
         mp_leaf_digest = mp_leaf_digest_##isa;   \
+        mp_copy = mp_copy_##isa;                 \
+        mp_copy_out = mp_copy_out_##isa;         \
         multiply = mp_multiply_##isa;            \
         attend = mp_attend_##isa;                \
+        attend_chunks = mp_attend_chunks_##isa;  \
         rms_norm = mp_rms_norm_##isa;            \
         silu_mul = mp_silu_mul_##isa;            \
         chosen_isa = #isa;                       \
@@ -28,8 +35,11 @@ DECLARE(avx512)
 #endif
 
 mp_leaf_digest_fn mp_leaf_digest = mp_leaf_digest_baseline;
+mp_copy_fn mp_copy = mp_copy_baseline;
+mp_copy_fn mp_copy_out = mp_copy_out_baseline;
 static mp_multiply_fn multiply = mp_multiply_baseline;
 static mp_attend_fn attend = mp_attend_baseline;
+static mp_attend_fn attend_chunks = mp_attend_chunks_baseline;
 static mp_rms_norm_fn rms_norm = mp_rms_norm_baseline;
 static mp_silu_mul_fn silu_mul = mp_silu_mul_baseline;
 static const char *chosen_isa = "baseline";
@@ -64,10 +74,23 @@ MP_EXPORT void mp_multiply(const mp_linear *linear, const float *x, int64_t num_
     multiply(linear, x, num_rows, y);
 }
 
-MP_EXPORT void mp_attend(const mp_attention *attention, int64_t layer, const mp_decode_rows *rows,
-                         const float *query, int64_t query_stride, float *out, mp_result *result)
+MP_EXPORT void mp_attend(const mp_attention *attention, int64_t layer,
+                         const mp_attention_rows *rows, const float *query, int64_t query_stride,
+                         float *out, mp_result *result)
 {
     attend(attention, layer, rows, query, query_stride, out, result);
+}
+
+MP_EXPORT void mp_attend_chunks(const mp_attention *attention, int64_t layer,
+                                const mp_attention_rows *rows, const float *query,
+                                int64_t query_stride, float *out, mp_result *result)
+{
+    attend_chunks(attention, layer, rows, query, query_stride, out, result);
+}
+
+MP_EXPORT int64_t mp_attend_chunks_work(const mp_attention *attention, int64_t max_length)
+{
+    return mp_chunks_work(attention, max_length);
 }
 
 MP_EXPORT void mp_rms_norm(const float *x, const float *weight, float eps, int64_t num_rows,

@@ -1,8 +1,6 @@
 /* The bytes of spans of a pool, one after another, in messages of any size: what scatter.c takes apart. */
 #include "moonpool_native.h"
 
-#include <string.h>
-
 /*
  * How many bytes the spans have, at least one each. If one is not inside of the pool, result tells which.
  */
@@ -29,7 +27,7 @@ MP_EXPORT void mp_gather(mp_gathering *g, const uint8_t *pool, uint8_t *out, int
         const int64_t *span = &g->spans[2 * g->row];
         const int64_t left = span[1] - g->at;
         const int64_t part = left < count ? left : count;
-        memcpy(out, pool + span[0] + g->at, (size_t)part);
+        mp_copy(out, pool + span[0] + g->at, part);
         out += part;
         count -= part;
         g->at += part;

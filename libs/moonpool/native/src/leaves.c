@@ -163,7 +163,7 @@ void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8_t *target
             const int64_t leaf_end = mp_leaf_end(g, leaves[leaf].block, leaves[leaf].layer);
             const int64_t upto = leaf_end - to < length ? leaf_end - to : length;
             if (upto > done) {
-                memcpy(target + to + done, source + from + done, (size_t)(upto - done));
+                mp_copy(target + to + done, source + from + done, upto - done);
                 done = upto;
             }
             is_bad[leaf] = digest_of(target, g, leaves[leaf].block, leaves[leaf].layer) !=
@@ -172,6 +172,6 @@ void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8_t *target
             leaf++;
         }
         if (length > done)
-            memcpy(target + to + done, source + from + done, (size_t)(length - done));
+            mp_copy(target + to + done, source + from + done, length - done);
     }
 }

@@ -24,7 +24,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 7
+#define MP_ABI_VERSION 8
 
 enum {
     MP_OK = 0,
@@ -83,8 +83,20 @@ static inline int64_t mp_leaf_end(const mp_geometry *g, int64_t block, int64_t l
     return mp_leaf_offset(g, block, layer) + (g->num_planes - 1) * g->plane_stride + g->plane_bytes;
 }
 
-/* The variant that suits this machine, chosen when the library is loaded. */
+typedef void (*mp_copy_fn)(uint8_t *to, const uint8_t *from, int64_t num_bytes);
+
+/* The variants that suit this machine, chosen when the library is loaded. */
 extern mp_leaf_digest_fn mp_leaf_digest;
+extern mp_copy_fn mp_copy;
+extern mp_copy_fn mp_copy_out;
+
+/* Whoever is told something after this sees all that mp_copy_out wrote before. */
+static inline void mp_copied_out(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_sfence();
+#endif
+}
 
 /* True if no leaf of the geometry can lie outside of the region. */
 int mp_geometry_is_valid(const mp_geometry *geometry);
@@ -153,21 +165,39 @@ typedef struct {
     float scale;
 } mp_attention;
 
-/* Rows of one query token each. */
+/* Rows of consecutive query tokens; the last of a row sees all of its keys, the others fewer. */
 typedef struct {
     int64_t num_rows;
     int64_t num_indices;
-    int64_t max_length;     /* at least every length, whole vectors of 16 */
-    const int32_t *indptr;  /* int32[num_rows + 1] */
-    const int32_t *indices; /* int32[num_indices]: the blocks of row r from indptr[r] on */
-    const int64_t *lengths; /* int64[num_rows]: tokens that the row sees */
-    float *scores;          /* float[3, max_length] to work in */
-} mp_decode_rows;
+    int64_t max_length;       /* at least every length, whole vectors of 16 */
+    const int32_t *qo_indptr; /* int32[num_rows + 1]: the queries of row r from qo_indptr[r] on */
+    const int32_t *indptr;    /* int32[num_rows + 1] */
+    const int32_t *indices;   /* int32[num_indices]: the blocks of row r from indptr[r] on */
+    const int64_t *lengths;   /* int64[num_rows]: tokens that the row's last query sees */
+    float *work;              /* float[3, max_length], or of mp_chunks_work, to work in */
+} mp_attention_rows;
 
-/* out[num_rows, heads * head_dim]; the rows of `query` are `query_stride` floats apart. */
+enum { MP_CHUNK_LINES = 24, MP_CHUNK_TOKENS = 4 };
+
+/* Floats of a row's keys, or values, in chunk_attention.c. */
+static inline int64_t mp_chunk_run(const mp_attention *a, int64_t max_length)
+{
+    return (max_length + MP_CHUNK_TOKENS) * a->head_dim;
+}
+
+/* Floats that chunk_attention.c works in: keys, values; queries and sums of a tile; its scores. */
+static inline int64_t mp_chunks_work(const mp_attention *a, int64_t max_length)
+{
+    return 2 * mp_chunk_run(a, max_length) + MP_CHUNK_LINES * (2 * a->head_dim + max_length);
+}
+
+/*
+ * out[queries, heads * head_dim]; those of `query` are `query_stride` floats apart. One kernel attends
+ * for the last query of each row, the other for all.
+ */
 typedef void (*mp_attend_fn)(const mp_attention *attention, int64_t layer,
-                             const mp_decode_rows *rows, const float *query, int64_t query_stride,
-                             float *out, mp_result *result);
+                             const mp_attention_rows *rows, const float *query,
+                             int64_t query_stride, float *out, mp_result *result);
 
 /* What stands between products; see rows.c. */
 typedef void (*mp_rms_norm_fn)(const float *x, const float *weight, float eps, int64_t num_rows,

@@ -8,7 +8,9 @@
  *   leaves                     ^done_at          ^done_at                         ^done_at
  *
  * Each message is copied to where its spans lie in the pool, and each leaf is checked when its last byte
- * has been copied, while it is in the cache. A read's bounds are checked once, before it is expected.
+ * has been copied. A leaf that lies whole and in one run in a message is checked there, in memory that nobody else
+ * writes, and its copy is written past the cache; any other is read back from the pool. A read's bounds are
+ * checked once, before it is expected.
  *
  * Life of a read (its memory is the caller's)
  *   planned    mp_read_plan: bounds checked, starts and done_at filled in
@@ -18,8 +20,6 @@
  * mp_read_abandon may come at any time: what has not been written by then is thrown away.
  */
 #include "moonpool_native.h"
-
-#include <string.h>
 
 enum { WRITING = 1, ABANDONED = 2 };
 
@@ -82,6 +82,29 @@ MP_EXPORT int64_t mp_read_plan(mp_read *read, const mp_geometry *g, int64_t targ
     return is_sorted;
 }
 
+/*
+ * True if the next bytes are the whole of the leaf, in the order of its digest: what `source` holds of it
+ * may be checked instead of the copy.
+ */
+static int is_whole(const mp_stream *s, const mp_read *read, const mp_leaf *leaf, int64_t stop)
+{
+    const mp_geometry *g = s->geometry;
+    const int64_t leaf_bytes = g->plane_bytes * g->num_planes;
+    if (stop - read->at != leaf_bytes || (g->num_planes > 1 && g->plane_stride != g->plane_bytes))
+        return 0;
+    const int64_t *span = &read->spans[3 * read->span];
+    const int64_t within = read->at - read->starts[read->span];
+    return span[2] - within >= leaf_bytes &&
+           span[1] + within == mp_leaf_offset(g, leaf->block, leaf->layer);
+}
+
+static void check_leaf(mp_read *read, uint64_t digest)
+{
+    const uint8_t is_bad = digest != read->leaves[read->leaf].expected;
+    read->is_bad[read->leaf++] = is_bad;
+    read->num_bad += is_bad;
+}
+
 /* The read's next `count` bytes. */
 static void scatter(const mp_stream *s, mp_read *read, const uint8_t *source, int64_t count)
 {
@@ -90,12 +113,22 @@ static void scatter(const mp_stream *s, mp_read *read, const uint8_t *source, in
     for (;;) {
         const int has_leaf = read->leaf < read->num_leaves && read->done_at[read->leaf] <= end;
         const int64_t stop = has_leaf ? read->done_at[read->leaf] : end;
+        if (has_leaf && is_whole(s, read, &read->leaves[read->leaf], stop)) {
+            const int64_t *span = &read->spans[3 * read->span];
+            const int64_t within = read->at - read->starts[read->span], part = stop - read->at;
+            check_leaf(read, mp_leaf_digest(source, part, part, 1));
+            mp_copy_out(s->target + span[1] + within, source, part);
+            source += part;
+            read->at = stop;
+            read->span += within + part == span[2];
+            continue;
+        }
         while (read->at < stop) {
             const int64_t *span = &read->spans[3 * read->span];
             const int64_t within = read->at - read->starts[read->span];
             const int64_t left = span[2] - within, wanted = stop - read->at;
             const int64_t part = left < wanted ? left : wanted;
-            memcpy(s->target + span[1] + within, source, (size_t)part);
+            mp_copy(s->target + span[1] + within, source, part);
             source += part;
             read->at += part;
             read->span += part == left;
@@ -103,12 +136,8 @@ static void scatter(const mp_stream *s, mp_read *read, const uint8_t *source, in
         if (!has_leaf)
             return;
         const mp_leaf *leaf = &read->leaves[read->leaf];
-        const uint64_t digest =
-            mp_leaf_digest(s->target + mp_leaf_offset(g, leaf->block, leaf->layer), g->plane_bytes,
-                           g->plane_stride, g->num_planes);
-        const uint8_t is_bad = digest != leaf->expected;
-        read->is_bad[read->leaf++] = is_bad;
-        read->num_bad += is_bad;
+        check_leaf(read, mp_leaf_digest(s->target + mp_leaf_offset(g, leaf->block, leaf->layer),
+                                        g->plane_bytes, g->plane_stride, g->num_planes));
     }
 }
 
@@ -121,6 +150,7 @@ int mp_read_take(const mp_stream *s, mp_read *read, const uint8_t *source, int64
         return 0;
     }
     scatter(s, read, source, count);
+    mp_copied_out();
     return (atomic_fetch_and(&read->state, ~(int64_t)WRITING) & ABANDONED) != 0;
 }
 

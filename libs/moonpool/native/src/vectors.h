@@ -35,7 +35,7 @@ typedef uint16_t halves __attribute__((vector_size(MP_VECTOR_BYTES / 2)));
 
 /* The same in memory, at any address. */
 typedef floats stored_floats __attribute__((aligned(4), may_alias));
-typedef words stored_words __attribute__((aligned(4), may_alias));
+typedef words stored_words __attribute__((aligned(1), may_alias));
 typedef halves stored_halves __attribute__((aligned(2), may_alias));
 
 #define MP_INLINE static inline __attribute__((always_inline))
