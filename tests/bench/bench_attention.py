@@ -22,7 +22,7 @@ from moonpool.engine.attention import AttentionBackend, TorchPagedAttention
 from moonpool.engine.batch import PageTables
 from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.native_attention import NativePagedAttention
-from moonpool.kv.layout import KvLayout
+from moonpool.kv.layout import KvDtype, KvLayout
 from moonpool.native import LeafGeometry
 
 KV_HEADS, HEADS, DIM, SIZE = 3, 9, 64, 16
@@ -41,7 +41,7 @@ def backends(pool: KvPool, memory: bytearray) -> dict[str, AttentionBackend]:
     return arms
 
 
-def measure(start: int, count: int, dtype: str, rounds: int) -> dict[str, float]:
+def measure(start: int, count: int, dtype: KvDtype, rounds: int) -> dict[str, float]:
     end = start + count
     layout = KvLayout.block_major(
         num_blocks=-(-end // SIZE) + 64,
@@ -84,7 +84,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.stdout.write(f"{'cached':>7} {'tokens':>7} {'pool':>9}  milliseconds, GFLOP/s\n")
-    for dtype in ("bfloat16", "float32"):
+    dtypes: tuple[KvDtype, ...] = ("bfloat16", "float32")
+    for dtype in dtypes:
         for start, count in ((0, 512), (1536, 512), (0, 2048), (2048, 2048), (6144, 64)):
             found = measure(start, count, dtype, options.rounds)
             pairs = count * start + count * (count + 1) // 2

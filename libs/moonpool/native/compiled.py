@@ -36,10 +36,10 @@ from moonpool.native.geometry import (
 from moonpool.native.kernels import (
     ControlPage,
     CopyQueue,
-    PagedAttention,
     Gathering,
     LayerFinisher,
     PackedLinear,
+    PagedAttention,
     Progress,
     RowKernels,
 )
