@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import moonpool
 from moonpool import native
 from moonpool.native import build
 from moonpool.native.binding import LoadError, load_library
@@ -47,20 +48,22 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build_wheel(
-    project: Path, version: str = "standard", **environment: str
-) -> tuple[str, set[str]]:
-    """The wheel's file name, and the files in it."""
+def build_wheel(project: Path, dist: Path, version: str = "standard", **environment: str) -> Path:
+    """The wheel, built into `dist`."""
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", f"wheel:{version}", "-d", "dist"],
+        [sys.executable, "-m", "hatchling", "build", "-t", f"wheel:{version}", "-d", str(dist)],
         cwd=project,
         env={**os.environ, "CFLAGS": "-O0 -DXXH_NO_INLINE_HINTS=1", **environment},
         capture_output=True,
         check=True,
     )
-    (wheel,) = (project / "dist").glob("*.whl")
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def files_of(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        return wheel.name, set(archive.namelist())
+        return set(archive.namelist())
 
 
 @needs_compiler
@@ -70,23 +73,40 @@ def test_where_there_is_a_compiler_the_library_is_used() -> None:
 
 
 @needs_compiler
-def test_the_wheel_has_the_library_and_is_for_this_platform_but_any_python(project: Path) -> None:
-    name, files = build_wheel(project)
+def test_the_wheel_of_this_project_is_whole(tmp_path: Path) -> None:
+    """With the library, for this platform but any Python."""
+    wheel = build_wheel(ROOT, tmp_path)
+    name, version, python, abi, platform = wheel.stem.split("-")
+    assert (name, version, python, abi) == ("moonpool", moonpool.__version__, "py3", "none")
+    assert platform.startswith("linux_")
+    files = files_of(wheel)
     assert f"moonpool/native/{LIBRARY_NAME}" in files
-    assert name.startswith("moonpool-0-py3-none-linux_")
-    assert not (project / "libs/moonpool/native" / LIBRARY_NAME).exists()
+    info = f"moonpool-{version}.dist-info"
+    assert {file.partition("/")[0] for file in files} == {
+        *("moonpool", "moonpool_router", "moonpool_prefill", "moonpool_decode"),
+        *("moonpool_kvstore", "moonpool_loadtest", info),
+    }
+    assert {file for file in files if file.endswith("LICENSE")} >= {
+        f"{info}/licenses/LICENSE",
+        f"{info}/licenses/libs/moonpool/native/third_party/xxhash/LICENSE",
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        assert (
+            "moonpool = moonpool.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
+        )
 
 
 def test_without_a_compiler_the_wheel_is_pure_python(project: Path) -> None:
-    name, files = build_wheel(project, CC="no-such-compiler")
-    assert name == "moonpool-0-py3-none-any.whl"
+    wheel = build_wheel(project, project / "dist", CC="no-such-compiler")
+    files = files_of(wheel)
+    assert wheel.name == "moonpool-0-py3-none-any.whl"
     assert not any(file.endswith(".so") for file in files)
     assert "moonpool/native/fallback.py" in files
 
 
 @needs_compiler
 def test_an_editable_install_builds_into_the_tree(project: Path) -> None:
-    _, files = build_wheel(project, "editable")
+    files = files_of(build_wheel(project, project / "dist", "editable"))
     library = project / "libs/moonpool/native" / LIBRARY_NAME
     assert load_library(library).brief.mp_abi_version() > 0
     assert not any(file.endswith(".so") for file in files)
