@@ -36,9 +36,10 @@ def setting(tmp_path: Path) -> Setting:
 def check(turns: list[Turn]) -> None:
     """Nothing is computed twice, and what is told is what was computed."""
     assert max(turn.num_excess_tokens for turn in turns) <= 0, turns
-    assert [
-        turn for turn in turns if turn.num_engine_tokens not in (None, turn.num_computed_tokens)
-    ] == []
+    # A worker may have forgotten a step of a turn; of most it has not.
+    told = [turn for turn in turns if turn.num_engine_tokens is not None]
+    assert len(told) >= len(turns) / 2, turns
+    assert [turn for turn in told if turn.num_engine_tokens != turn.num_computed_tokens] == []
     assert turns[-1].num_peer_tokens > 0, turns
 
 

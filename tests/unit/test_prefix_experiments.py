@@ -221,9 +221,13 @@ def test_what_engines_computed_is_held_against_what_is_told() -> None:
     wrong = dataclasses.replace(turn(2, computed=50, new=40, left=1), num_engine_tokens=66)
     unknown = dataclasses.replace(wrong, num_engine_tokens=None)
     first = turn(1, computed=1_000, new=1_000, left=0)
-    for second, value in ((wrong, 16), (unknown, 0)):
-        finding = turn_findings({("placed", "tokens"): [first, second]})[2]
-        assert finding.value == value
+    for turns, value, is_met in (
+        ([first, wrong], 16, False),
+        ([first, unknown], 0, True),
+        ([unknown, unknown], 0, None),
+    ):
+        finding = turn_findings({("placed", "tokens"): turns})[2]
+        assert (finding.value, finding.is_met) == (value, is_met)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,6 @@ _WARM_UP_TOKENS = 512
 #: Tokens of an answer: the first one is what is waited for.
 _MAX_TOKENS = 4
 _BLOCK_SIZE = 16
-#: A worker tells at most twenty times a second what it holds.
-_SETTLE_S = 0.2
 
 
 def run_demo_prefix(served: DemoModel, plan: PrefixPlan, *, is_json: bool) -> int:
@@ -230,7 +228,7 @@ class _Asker:
         )
         spans = await whole_trace(address, reply.done.request_id)
         await self._cluster.wait_quiet()
-        await asyncio.sleep(_SETTLE_S)
+        await self._cluster.wait_followed()
         return make_asked(reply, spans, number=number)
 
 

@@ -11,16 +11,14 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from moonpool.cli.demo_cluster import DemoScreen
 from moonpool.cli.terminal import format_bytes
 from moonpool.cluster.local_cluster import LocalCluster
-from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import UnavailableError
-from moonpool.rpc.admin import clear_cache
 
 STORE = "store-0"
 
@@ -43,7 +41,6 @@ class DemoStore:
         self._cluster = cluster
         self._ssd_dir = ssd_dir
         self._num_blocks = num_blocks
-        self._key = load_or_create_secret(cluster.config.data_dir).rpc_key
 
     @asynccontextmanager
     async def joined(self, screen: DemoScreen) -> AsyncIterator[None]:
@@ -71,10 +68,7 @@ class DemoStore:
     async def empty_workers(self) -> None:
         """Workers forget what they hold, and the router knows."""
         for worker_id in self._cluster.worker_ids:
-            address = str(self._cluster.part(worker_id).fact("grpc_address"))
-            await clear_cache(address, key=self._key, deadline_s=5.0)
-        for worker_id in self._cluster.worker_ids:
-            await self._published(worker_id, lambda num_blocks: not num_blocks)
+            await self._cluster.clear_worker(worker_id)
 
     async def restart(self, screen: DemoScreen, name: str) -> None:
         """Kill a worker or the store, and wait until it is back, with what lies on its disk."""
@@ -85,7 +79,7 @@ class DemoStore:
         await self._cluster.wait_ready(timeout_s=_JOIN_S)
         screen.note_processes(self._cluster)
         if name == STORE:
-            await self._published(STORE, lambda num_blocks: num_blocks >= self._num_blocks)
+            await self._followed()
             await asyncio.to_thread(_forget_pages, self._ssd_dir)
         screen.say(
             f"  {name} was killed, and is back after {time.monotonic() - started:.1f} s",
@@ -113,18 +107,18 @@ class DemoStore:
                 told_at = now
             await asyncio.sleep(_POLL_S)
         await self._cluster.wait_quiet()
-        await self._published(STORE, lambda num_blocks: num_blocks >= self._num_blocks)
+        await self._followed()
 
-    async def _published(self, name: str, is_told: Callable[[int], bool]) -> None:
-        """Until the router believes of this worker or store what it should."""
+    async def _followed(self) -> None:
+        """Until the router believes that the store has a document at least."""
         deadline = time.monotonic() + _TOLD_S
         while True:
             stats = await self._cluster.cache_stats()
             counts = {one.worker_id: one.num_published_blocks for one in stats.workers}
-            if name in counts and is_told(counts[name]):
+            if counts.get(STORE, 0) >= self._num_blocks:
                 return
             if time.monotonic() >= deadline:
-                raise UnavailableError(f"The router believes that {name} has {counts} blocks.")
+                raise UnavailableError(f"The router believes that blocks are held so: {counts}.")
             await asyncio.sleep(_POLL_S)
 
 

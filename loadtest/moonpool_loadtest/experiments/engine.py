@@ -39,7 +39,7 @@ from moonpool_loadtest.experiments.lab import (
     run,
 )
 from moonpool_loadtest.experiments.numbers import Sample, quantile
-from moonpool_loadtest.experiments.report import Finding, print_findings, print_json
+from moonpool_loadtest.experiments.report import Finding, publish
 
 OURS = "moonpool"
 BATCHES = (1, 8)
@@ -299,8 +299,7 @@ async def _experiment(setting: Setting, options: argparse.Namespace) -> None:
         scale = Scale(prefills=(64, 128), context=64, num_steps=8, num_rounds=1)
     measured = await measure(setting, scale)
     findings = findings_of(measured, scale)
-    print_findings(findings)
-    print_json(
+    publish(
         scale={
             "model": setting.model.name,
             "dtype": setting.dtype,

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 from moonpool.errors import InternalError
 from moonpool_loadtest.experiments.lab import (
+    STEADY_TOKENS,
     Answer,
     Asker,
     Setting,
@@ -38,20 +39,19 @@ from moonpool_loadtest.experiments.lab import (
     open_asker,
     progress,
     run,
+    steady_decodes,
+    taking_turns,
 )
 from moonpool_loadtest.experiments.numbers import Distribution
-from moonpool_loadtest.experiments.report import Finding, print_findings, print_json
+from moonpool_loadtest.experiments.report import Finding, publish
 
 IDLE, BURST, CONTROL, AGGREGATED = "idle", "burst", "control", "aggregated"
 ARMS = (IDLE, BURST, CONTROL, AGGREGATED)
 DECODE = "decode-0"
 
-_STEADY_TOKENS = 64
 #: More than a window can take.
 _STEADY_MAX_TOKENS = 3_000
 _PROMPT_TOKENS_ASKED = 2
-#: Tokens that each steady request has before the window opens.
-_WARM_TOKENS = 4
 #: Of a window that is measured by time only: two gaps at least.
 _FEWEST_STEPS = 4
 #: A window that has not seen its steps ends when it is so many times as long as planned.
@@ -110,17 +110,13 @@ async def run_window(
         needs_steps: The window lasts until it has its share of steps.
     """
     cluster = asker.cluster
-    answers = [Answer(sent_unix_ns=0) for _ in range(scale.num_decodes)]
     prompts = Prompts(asker=bursts_on or asker, num_tokens=scale.prompt_tokens)
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(asker.read(answer, _STEADY_TOKENS, _STEADY_MAX_TOKENS))
-            for answer in answers
-        ]
-        for answer in answers:
-            await answer.wait_for_tokens(_WARM_TOKENS)
-        if bursts_on is not None:
-            running.append(tasks.create_task(prompts.run()))
+    async with steady_decodes(
+        asker,
+        scale.num_decodes,
+        max_tokens=_STEADY_MAX_TOKENS,
+        beside=prompts.run if bursts_on is not None else None,
+    ) as answers:
         start_ns = time.time_ns()
         num_before = [len(answer.token_unix_ns) for answer in answers]
         last_step = (await cluster.steps(DECODE))[-1].step
@@ -132,10 +128,6 @@ async def run_window(
                     await answer.wait_for_tokens(num_tokens + wanted)
         end_ns = time.time_ns()
         steps = await cluster.steps(DECODE, after_step=last_step)
-        if any(answer.done for answer in answers):
-            raise InternalError("A steady request ended within its window: use shorter windows.")
-        for task in running:
-            task.cancel()
     await cluster.wait_quiet(timeout_s=60.0)
     if bursts_on is not None:
         await bursts_on.cluster.wait_quiet(timeout_s=60.0)
@@ -161,7 +153,7 @@ async def run_window(
 async def measure(setting: Setting, scale: Scale) -> dict[str, list[Window]]:
     """Start the three clusters and let the arms take turns; one short turn each to warm up."""
     cores = setting.cores
-    decodes = scale.num_decodes * (_STEADY_TOKENS + _STEADY_MAX_TOKENS)
+    decodes = scale.num_decodes * (STEADY_TOKENS + _STEADY_MAX_TOKENS)
     prompt = scale.prompt_tokens + 64
 
     def worker(role: str, core: int, chunk_tokens: int, pool_tokens: int) -> WorkerPlan:
@@ -207,17 +199,15 @@ async def measure(setting: Setting, scale: Scale) -> dict[str, list[Window]]:
         }
         for asker in askers.values():
             await asker.ask(scale.prompt_tokens, _PROMPT_TOKENS_ASKED)
-        for turn in range(scale.num_alternations):
-            first = turn % len(ARMS)
-            for arm in ARMS[first:] + ARMS[:first]:
-                window = await run_window(
-                    watched[arm], scale, bursts_on=bursts_on[arm], needs_steps=arm != AGGREGATED
-                )
-                windows[arm].append(window)
-                progress(
-                    f"turn {turn + 1} of {scale.num_alternations}, {arm}: {window.duration_s:.0f} s, "
-                    f"{len(window.step_gaps_ms)} steps, {len(window.prompt_ttft_ms)} prompts"
-                )
+        for turn, arm in taking_turns(ARMS, scale.num_alternations):
+            window = await run_window(
+                watched[arm], scale, bursts_on=bursts_on[arm], needs_steps=arm != AGGREGATED
+            )
+            windows[arm].append(window)
+            progress(
+                f"turn {turn + 1} of {scale.num_alternations}, {arm}: {window.duration_s:.0f} s, "
+                f"{len(window.step_gaps_ms)} steps, {len(window.prompt_ttft_ms)} prompts"
+            )
     return windows
 
 
@@ -292,8 +282,7 @@ async def _experiment(setting: Setting, options: argparse.Namespace) -> None:
         )
     windows = await measure(setting, scale)
     findings = findings_of(windows, scale)
-    print_findings(findings)
-    print_json(
+    publish(
         scale={
             "model": setting.model.name,
             "dtype": setting.dtype,

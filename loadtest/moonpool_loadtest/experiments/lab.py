@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import grpc
 
 from moonpool.cluster.local_cluster import ClusterOptions, LocalCluster
 from moonpool.config.schema import ClusterConfig, Dtype, RoleName, TransportName, default_data_dir
-from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.errors import ConfigError, InternalError, MoonpoolError, NotFoundError
 from moonpool.hub.model_dir import ModelDir, resolve
 from moonpool.ids import RequestId
 from moonpool.inference.generation import (
@@ -33,8 +42,10 @@ from moonpool.inference.generation import (
     SamplingOptions,
     TokenPrompt,
 )
+from moonpool.rpc.admin import fetch_trace
 from moonpool.rpc.channel import open_channel
 from moonpool.rpc.generate import open_generation
+from moonpool.wire.spans import Span
 
 #: Prompts are of tokens in [FIRST_TOKEN_ID, END_TOKEN_ID): below lie SmolLM2's special tokens.
 FIRST_TOKEN_ID = 100
@@ -42,6 +53,14 @@ END_TOKEN_ID = 40_000
 #: WorkerSettings.kv_peer_reads.
 PeerReads = Literal["auto", "always", "never"]
 DEADLINE_S = 900.0
+#: Prompts of requests that decode steadily, and tokens that each has before something is measured.
+STEADY_TOKENS = 64
+_WARM_TOKENS = 4
+#: Spans travel with the last frame: they are there at once, or nearly.
+_TRACE_TRIES = 50
+_TRACE_PAUSE_S = 0.02
+
+_Arm = TypeVar("_Arm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +243,67 @@ class Asker:
                     answer.token_ids += event.token_ids
                     answer.text += event.text
                 answer.changed.set()
+
+    async def trace(self, answer: Answer, *wanted: str) -> tuple[Span, ...]:
+        """The closed spans of a request that has ended, those that are `wanted` among them.
+
+        Raises:
+            InternalError: They did not come.
+        """
+        assert answer.request_id is not None, answer
+        address = self.cluster.endpoints.grpc_address
+        names: set[str] = set()
+        for _ in range(_TRACE_TRIES):
+            spans: tuple[Span, ...] = ()
+            with contextlib.suppress(NotFoundError):
+                spans = await fetch_trace(address, answer.request_id, key=None, deadline_s=5.0)
+            names = {span.name for span in spans}
+            if names.issuperset(wanted):
+                return spans
+            await asyncio.sleep(_TRACE_PAUSE_S)
+        raise InternalError(f"The trace has no span {set(wanted) - names}: {sorted(names)}")
+
+
+@asynccontextmanager
+async def steady_decodes(
+    asker: Asker,
+    number: int,
+    *,
+    max_tokens: int,
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> AsyncIterator[list[Answer]]:
+    """So many requests that decode while the block runs; they have their first tokens when it begins.
+
+    Args:
+        max_tokens: More than any of them can draw meanwhile.
+        beside: Runs from then on, until it is cancelled with them at the block's end.
+
+    Raises:
+        InternalError: One of them ended within the block.
+    """
+    answers = [Answer(sent_unix_ns=0) for _ in range(number)]
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(asker.read(answer, STEADY_TOKENS, max_tokens)) for answer in answers
+        ]
+        for answer in answers:
+            await answer.wait_for_tokens(_WARM_TOKENS)
+        if beside is not None:
+            running.append(tasks.create_task(beside()))
+        yield answers
+        have_ended = any(answer.done for answer in answers)
+        for task in running:
+            task.cancel()
+    if have_ended:
+        raise InternalError("A steady request ended within its window: use shorter windows.")
+
+
+def taking_turns(arms: Sequence[_Arm], number: int) -> Iterator[tuple[int, _Arm]]:
+    """(turn, arm) for each arm in each of so many turns. Whose is first changes from turn to turn."""
+    for turn in range(number):
+        first = turn % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            yield turn, arm
 
 
 @asynccontextmanager

@@ -19,7 +19,6 @@ left           workers that the turn before ran on: each may cost one block, sin
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -51,11 +50,9 @@ from moonpool_loadtest.experiments.lab import (
     progress,
     run,
 )
-from moonpool_loadtest.experiments.report import Finding, print_findings, print_json
+from moonpool_loadtest.experiments.report import Finding, publish
 
 BLOCK_SIZE = 16
-#: A worker tells at most twenty times a second what it holds.
-_SETTLE_S = 0.2
 
 _OPENING = (
     "You are a helpful assistant on a ship. The ship sails from harbour to harbour along the coast, with "
@@ -183,7 +180,7 @@ class ChatRunner:
         answer = Answer(sent_unix_ns=0)
         await self._asker.read_request(answer, request)
         await self._asker.cluster.wait_quiet()
-        await asyncio.sleep(_SETTLE_S)
+        await self._asker.cluster.wait_followed()
         return answer
 
     async def _turn(
@@ -330,7 +327,7 @@ def findings_of(turns: Mapping[tuple[str, str], Sequence[Turn]]) -> list[Finding
                     default=0,
                 ),
                 unit="tokens",
-                bar=0,
+                bar=0 if told else None,
                 is_upper=True,
                 detail=f"{len(told)} of {len(chat)} turns told by every step",
             ),
@@ -392,8 +389,7 @@ async def _experiment(setting: Setting, options: argparse.Namespace) -> None:
     turns = await measure(setting, chat, peer_reads=options.peer_reads)
     findings = findings_of(turns)
     print_turns(turns)
-    print_findings(findings)
-    print_json(
+    publish(
         scale={
             "model": setting.model.name,
             "dtype": setting.dtype,

@@ -16,7 +16,6 @@ All moments but the client's are of spans that the workers record anyway, by thi
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -24,29 +23,27 @@ from dataclasses import dataclass
 
 from moonpool.config.schema import ClusterConfig, TransportName
 from moonpool.errors import InternalError
-from moonpool.rpc.admin import fetch_trace
 from moonpool.telemetry import names
 from moonpool.wire.spans import Span
 from moonpool_loadtest.experiments.lab import (
     Answer,
-    Asker,
     Setting,
     WorkerPlan,
     cluster_config,
     open_asker,
     progress,
     run,
+    taking_turns,
 )
 from moonpool_loadtest.experiments.numbers import Sample
-from moonpool_loadtest.experiments.report import Finding, print_findings, print_json
+from moonpool_loadtest.experiments.report import Finding, publish
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc")
 LOCAL = "local"
 _MAX_TOKENS = 8
 _BLOCK_SIZE = 16
-#: Spans travel with the last frame: they are there at once, or nearly.
-_TRACE_TRIES = 50
-_TRACE_PAUSE_S = 0.02
+#: The workers', of a request that was handed off.
+_SPANS = (names.SPAN_PREFILL, names.SPAN_KV_TRANSFER, names.SPAN_DECODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +81,7 @@ def read_handoff(spans: Sequence[Span], answer: Answer, *, num_layers: int) -> H
     """
     by_name = {span.name: span for span in spans}
     try:
-        prefill, transfer, decode = (
-            by_name[name]
-            for name in (names.SPAN_PREFILL, names.SPAN_KV_TRANSFER, names.SPAN_DECODE)
-        )
+        prefill, transfer, decode = (by_name[name] for name in _SPANS)
     except KeyError as error:
         raise InternalError(f"The trace has no span {error}: {sorted(by_name)}") from error
     if len(spans) != len(by_name) or _number(transfer, "moonpool.num_bad_leaves"):
@@ -136,21 +130,6 @@ def _number(span: Span, key: str) -> int:
     if not isinstance(value, int) or (key.endswith("_unix_ns") and value == 0):
         raise InternalError(f"Span {span.name} does not tell {key}: {value!r}")
     return value
-
-
-async def _trace(asker: Asker, answer: Answer) -> tuple[Span, ...]:
-    """The workers' spans of a request that has ended."""
-    wanted = {names.SPAN_PREFILL, names.SPAN_KV_TRANSFER, names.SPAN_DECODE}
-    assert answer.request_id is not None, answer
-    address = asker.cluster.endpoints.grpc_address
-    spans: tuple[Span, ...] = ()
-    for _ in range(_TRACE_TRIES):
-        spans = await fetch_trace(address, answer.request_id, key=None, deadline_s=5.0)
-        spans = tuple(span for span in spans if span.name in wanted)
-        if {span.name for span in spans} == wanted:
-            break
-        await asyncio.sleep(_TRACE_PAUSE_S)
-    return spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,22 +193,23 @@ async def measure(
             name: await stack.enter_async_context(open_asker(config, seed=chunk_tokens + index))
             for index, (name, config) in enumerate(configs.items())
         }
-        arms = list(askers)
-        for repeat in range(-1, num_repeats):
-            turn = repeat % len(arms)
-            for name in arms[turn:] + arms[:turn]:
-                answer = await askers[name].ask(prompt_tokens, _MAX_TOKENS)
-                await askers[name].cluster.wait_quiet()
-                if repeat < 0:
-                    continue
-                if name == LOCAL:
-                    local_ttft_ms.append(answer.ttft_ms)
-                    continue
-                spans = await _trace(askers[name], answer)
-                handoffs[name].append(
-                    read_handoff(spans, answer, num_layers=setting.model.config.num_layers)
+        for turn, name in taking_turns(list(askers), 1 + num_repeats):
+            answer = await askers[name].ask(prompt_tokens, _MAX_TOKENS)
+            await askers[name].cluster.wait_quiet()
+            progress(f"chunks of {chunk_tokens}: turn {turn + 1} of {1 + num_repeats}, {name}")
+            if turn == 0:
+                continue
+            if name == LOCAL:
+                local_ttft_ms.append(answer.ttft_ms)
+                continue
+            spans = await askers[name].trace(answer, *_SPANS)
+            handoffs[name].append(
+                read_handoff(
+                    [span for span in spans if span.name in _SPANS],
+                    answer,
+                    num_layers=setting.model.config.num_layers,
                 )
-            progress(f"chunks of {chunk_tokens}: turn {repeat + 2} of {num_repeats + 1}")
+            )
     return Measured(chunk_tokens=chunk_tokens, handoffs=handoffs, local_ttft_ms=local_ttft_ms)
 
 
@@ -320,8 +300,7 @@ async def _experiment(setting: Setting, options: argparse.Namespace) -> None:
         for measured in results
         for finding in findings_of(measured, is_one_chunk=measured.chunk_tokens == prompt_tokens)
     ]
-    print_findings(findings)
-    print_json(
+    publish(
         scale={
             "model": setting.model.name,
             "dtype": setting.dtype,

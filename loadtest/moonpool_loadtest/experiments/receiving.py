@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 
 from moonpool.config.schema import TransportName
 from moonpool.errors import InternalError
-from moonpool.rpc.admin import fetch_trace
 from moonpool.telemetry import names
 from moonpool.wire.steps import StepRecord
 from moonpool_loadtest.experiments.lab import (
+    STEADY_TOKENS,
     Answer,
     Asker,
     Setting,
@@ -39,19 +39,18 @@ from moonpool_loadtest.experiments.lab import (
     open_asker,
     progress,
     run,
+    steady_decodes,
 )
 from moonpool_loadtest.experiments.numbers import Distribution
-from moonpool_loadtest.experiments.report import Finding, print_findings, print_json
+from moonpool_loadtest.experiments.report import Finding, publish
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "nixl", "grpc")
 IDLE, RECEIVING = "idle", "receiving"
 DECODE = "decode-0"
 
-_STEADY_TOKENS = 64
 #: More than a window can take. D's pool holds them, and what they have not used yet holds old prompts:
 #: their sum is kept small, so that D forgets a prompt before it comes again.
 _STEADY_MAX_TOKENS = 400
-_WARM_TOKENS = 4
 #: The second token is D's: without it nothing would have to be read.
 _PROMPT_TOKENS_ASKED = 2
 
@@ -71,12 +70,12 @@ class Scale:
     @property
     def decode_pool_tokens(self) -> int:
         """The steady requests, one prompt that is being read, and half of another."""
-        steady = self.num_decodes * (_STEADY_TOKENS + self.steady_max_tokens)
+        steady = self.num_decodes * (STEADY_TOKENS + self.steady_max_tokens)
         return steady + self.prompt_tokens + self.prompt_tokens // 2
 
     @property
     def prefill_pool_tokens(self) -> int:
-        return (self.num_prompts + 1) * (self.prompt_tokens + _STEADY_TOKENS)
+        return (self.num_prompts + 1) * (self.prompt_tokens + STEADY_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +156,9 @@ def covered_s(arrivals: Sequence[Arrival]) -> float:
 
 async def fetch_arrivals(asker: Asker, answers: Sequence[Answer]) -> list[Arrival]:
     """The reads of requests that have ended, from their traces."""
-    address = asker.cluster.endpoints.grpc_address
     arrivals: list[Arrival] = []
     for answer in answers:
-        assert answer.request_id is not None, answer
-        spans = await fetch_trace(address, answer.request_id, key=None, deadline_s=5.0)
+        spans = await asker.trace(answer, names.SPAN_KV_TRANSFER)
         arrivals += [
             Arrival(
                 started_unix_ns=int(event.attributes["started_unix_ns"]),
@@ -181,26 +178,18 @@ async def run_window(
 ) -> Window:
     """Eight fresh decodes and, if wanted, the prompts in turn."""
     cluster = asker.cluster
-    steady = [Answer(sent_unix_ns=0) for _ in range(scale.num_decodes)]
     rereads = Rereads(asker=asker, prompts=prompts)
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(asker.read(answer, _STEADY_TOKENS, scale.steady_max_tokens))
-            for answer in steady
-        ]
-        for answer in steady:
-            await answer.wait_for_tokens(_WARM_TOKENS)
-        if is_receiving:
-            running.append(tasks.create_task(rereads.run()))
+    async with steady_decodes(
+        asker,
+        scale.num_decodes,
+        max_tokens=scale.steady_max_tokens,
+        beside=rereads.run if is_receiving else None,
+    ):
         start_ns = time.time_ns()
         last_step = (await cluster.steps(DECODE))[-1].step
         await asyncio.sleep(scale.window_s)
         end_ns = time.time_ns()
         steps = await cluster.steps(DECODE, after_step=last_step)
-        if any(answer.done for answer in steady):
-            raise InternalError("A steady request ended within its window: use shorter windows.")
-        for task in running:
-            task.cancel()
     await cluster.wait_quiet(timeout_s=60.0)
     arrivals = await fetch_arrivals(asker, rereads.ended)
     gaps = steady_gaps(steps, num_tokens=scale.num_decodes, start_ns=start_ns, end_ns=end_ns)
@@ -323,8 +312,7 @@ async def _experiment(setting: Setting, options: argparse.Namespace) -> None:
         )
     windows = await measure(setting, scale)
     findings = findings_of(windows)
-    print_findings(findings)
-    print_json(
+    publish(
         scale={
             "model": setting.model.name,
             "dtype": setting.dtype,

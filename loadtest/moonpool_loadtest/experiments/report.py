@@ -54,8 +54,7 @@ class Finding:
         return self.value <= limit if self.is_upper else self.value >= limit
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
-    """The table."""
+def _print_table(findings: Sequence[Finding]) -> None:
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         value = f"{finding.value:.4g}{' ' + finding.unit if finding.unit else ''}"
@@ -63,14 +62,15 @@ def print_findings(findings: Sequence[Finding]) -> None:
         print(f"{line} {finding.detail}".rstrip())
 
 
-def print_json(
+def publish(
     *,
     scale: Mapping[str, object],
     findings: Sequence[Finding],
     samples: Mapping[str, object],
     is_quick: bool,
 ) -> None:
-    """Command, machine, commit, scale and figures."""
+    """Print the table, then command, machine, commit, scale and figures as JSON."""
+    _print_table(findings)
     document = {
         "command": _command(),
         "commit": _commit(),

@@ -28,9 +28,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import InternalError, UnavailableError
-from moonpool.rpc.admin import clear_cache, fetch_trace
 from moonpool.rpc.explanation import fetch_explanation
 from moonpool.telemetry import names
 from moonpool_loadtest.experiments.lab import (
@@ -43,9 +41,10 @@ from moonpool_loadtest.experiments.lab import (
     open_asker,
     progress,
     run,
+    taking_turns,
 )
 from moonpool_loadtest.experiments.numbers import quantile
-from moonpool_loadtest.experiments.report import Finding, print_findings, print_json
+from moonpool_loadtest.experiments.report import Finding, publish
 
 RECOMPUTE, WELL = "recompute", "well"
 DELAYED, TENTH, HOPELESS = "delayed", "tenth", "hopeless"
@@ -53,8 +52,6 @@ SLOW = (DELAYED, TENTH, HOPELESS)
 _STORE = "store-0"
 _QUESTION_TOKENS = 64
 _MAX_TOKENS = 2
-#: A worker tells at most twenty times a second what it holds.
-_SETTLE_S = 0.2
 _BAR = 1.05
 _BLOCK_SIZE = 16
 #: Of a store: for the document, and all that is asked about it.
@@ -131,7 +128,7 @@ class Arm:
             await self._ask()
         answer = await self._ask()
         hit = await self._read(answer)
-        await self._forget()
+        await self.asker.cluster.clear_worker(self.holder.reader)
         self.documents.rotate()
         return hit
 
@@ -143,7 +140,7 @@ class Arm:
                 await self._taken(number)
             self.documents.rotate()
         await self._ask(document=self.asker.new_prompt(len(self.document)))
-        await self._forget()
+        await self.asker.cluster.clear_worker(self.holder.reader)
 
     # -- parts --
 
@@ -152,15 +149,8 @@ class Arm:
         answer = Answer(sent_unix_ns=0)
         await self.asker.read_prompt(answer, prompt, _MAX_TOKENS)
         await self.asker.cluster.wait_quiet()
-        await asyncio.sleep(_SETTLE_S)
+        await self.asker.cluster.wait_followed()
         return answer
-
-    async def _forget(self) -> None:
-        cluster = self.asker.cluster
-        address = str(cluster.part(self.holder.reader).fact("grpc_address"))
-        key = load_or_create_secret(cluster.config.data_dir).rpc_key
-        await clear_cache(address, key=key, deadline_s=5.0)
-        await asyncio.sleep(_SETTLE_S)
 
     async def _taken(self, num_documents: int) -> None:
         """Until the store has so many, and the router knows; raises UnavailableError."""
@@ -192,7 +182,7 @@ class Arm:
             or plan.peer.is_store is (self.holder is Holder.PEER)
         ):
             raise InternalError(f"{self.name}: not a hit on a {self.holder}: {plan}")
-        spans = await fetch_trace(address, answer.request_id, key=None, deadline_s=5.0)
+        spans = await self.asker.trace(answer, names.SPAN_DECODE)
         fetch = next((span for span in spans if span.name == names.SPAN_KV_FETCH), None)
         usage = answer.done.usage
         return Hit(
@@ -341,11 +331,9 @@ async def measure(
             HOPELESS: f"limit:{round(num_bytes / recompute_s / 2)}",
         }
         arms += [await opened(name, fault=faults[name]) for name in slow]
-        for number in range(num_hits):
-            turn = number % len(arms)
-            for arm in arms[turn:] + arms[:turn]:
-                arm.hits.append(await arm.hit())
-            progress(f"hit {number + 1} of {num_hits}")
+        for turn, arm in taking_turns(arms, num_hits):
+            arm.hits.append(await arm.hit())
+            progress(f"hit {turn + 1} of {num_hits}, {arm.name}")
         return {arm.name: arm.hits for arm in arms}
 
 
@@ -362,8 +350,7 @@ async def _experiment(setting: Setting, options: argparse.Namespace) -> None:
         slow=slow,
     )
     findings = findings_of(hits)
-    print_findings(findings)
-    print_json(
+    publish(
         scale={
             "model": setting.model.name,
             "dtype": setting.dtype,

@@ -15,7 +15,7 @@ from pathlib import Path
 from moonpool.errors import MoonpoolError
 from moonpool.kv.eviction import EvictionName
 from moonpool.routing.config import PolicyName
-from moonpool_loadtest.experiments.report import print_findings, print_json
+from moonpool_loadtest.experiments.report import publish
 from moonpool_loadtest.replay.arms import Result, evictions, placements, tiers
 from moonpool_loadtest.replay.pace import Pace
 from moonpool_loadtest.replay.trace import BLOCK_TOKENS, SCALE, TraceRequest, read_trace
@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, MoonpoolError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print_findings(findings)
-    print_json(
+    publish(
         scale={
             "trace": options.trace.name,
             "num_requests": len(requests),
