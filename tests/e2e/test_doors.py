@@ -1,4 +1,4 @@
-"""The official `openai` package against a whole cluster of real processes on a tiny model.
+"""Both doors of a whole cluster of real processes on a tiny model: the official `openai` package, and the bench.
 
 The text is gibberish, but it is always the same gibberish: greedy and seeded answers repeat. Prompts
 above the threshold are prefilled on one worker and decoded on the other.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -53,7 +56,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             "model": str(write_tiny_llama(home / "tiny")),
             "dtype": "float32",
             "local_prefill_tokens": 64,
-            "router": {"http_port": 0, "grpc_port": 0, "api_key": KEY},
+            "router": {
+                "http_port": 0,
+                "grpc_port": 0,
+                "api_key": KEY,
+                # Which way a prompt takes is asked for, not what is faster.
+                "placement": {"disagg": "threshold"},
+            },
             "worker": {"num_blocks": 256, "max_num_batched_tokens": 512, "is_checked": True},
         }
     )
@@ -213,11 +222,11 @@ async def test_deadlines_are_timeouts_and_not_retried(served: Served) -> None:
             await greedy(client, SHORT, extra_headers=soon, **endless)
         assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
         assert next(num_requests) == 1, "the same would only be late again"
-        stream = await client.chat.completions.create(
-            model="tiny", messages=SHORT, stream=True, extra_headers=soon, **endless
-        )
+        # Before the first token it is an answer of its own (an InternalServerError), else in the stream.
         with pytest.raises(openai.APIError, match="deadline") as broken:
-            async for _ in stream:
+            async for _ in await client.chat.completions.create(
+                model="tiny", messages=SHORT, stream=True, extra_headers=soon, **endless
+            ):
                 pass
         assert broken.value.code == "deadline_exceeded"
     async with served.client(timeout=0.3) as client:
@@ -283,7 +292,68 @@ async def test_the_blocking_client_works_too(served: Served) -> None:
     assert await asyncio.to_thread(ask) == expected
 
 
-async def test_metrics_of_all_processes_moved(served: Served) -> None:
+async def bench(*arguments: str) -> str:
+    """What `moonpool bench` prints, with a key."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "moonpool_loadtest.bench", "--api-key", KEY),
+        *("--request-rate", "20", "--num-prompts", "12", "--output-len", "8"),
+        *("--prompt", "tokens", "--vocab-size", "320"),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        out, _ = await process.communicate()
+    assert process.returncode == 0, out
+    return out.decode()
+
+
+async def test_a_small_benchmark_through_both_doors(served: Served, tmp_path: Path) -> None:
+    output = tmp_path / "grpc.json"
+    table = await bench(
+        *("--address", served.cluster.endpoints.grpc_address, "--output", str(output)),
+        *("--input-len", "16:120", "--prefix-len", "32", "--slo-ttft-ms", "30000"),
+    )
+    over_http = json.loads(
+        await bench("--base-url", f"{served.url}/v1", "--input-len", "24", "--json")
+    )
+    await served.cluster.wait_quiet()
+    assert "goodput  12 of 12 (100.0%)" in table
+    document = json.loads(output.read_text())
+    metrics = document["metrics"]
+    assert metrics["num_by_outcome"] == {"ok": 12, "refused": 0, "timeout": 0, "failed": 0}
+    assert metrics["num_output_tokens"] == 12 * 8
+    assert metrics["num_cached_tokens"] >= 11 * 32 // 2
+    for record in document["requests"]:
+        assert len(record["token_ids"]) == len(record["token_times_s"]) == 8
+        assert record["told"]["decode_worker"] == "decode-0"
+        # The client's time holds the server's.
+        ttft_s = record["token_times_s"][0] - record["sent_s"]
+        assert ttft_s >= record["told"]["ttft_ms"] / 1e3 - 0.01
+    prefilled_on = {record["told"]["prefill_worker"] for record in document["requests"]}
+    assert prefilled_on == {"", "prefill-0"}
+    assert over_http["metrics"]["num_by_outcome"]["ok"] == 12
+    assert over_http["metrics"]["num_output_tokens"] == 12 * 8
+    assert over_http["metrics"]["num_prompt_tokens"] == 12 * 24
+
+
+async def test_metrics_of_all_processes_move(served: Served) -> None:
+    fresh: list[ChatCompletionMessageParam] = [
+        {"role": "user", "content": "How many requests were there? " * 12}
+    ]
+    async with served.client() as client:
+        # Prefilled elsewhere; found where it was decoded; left.
+        for _ in range(2):
+            await greedy(client, fresh)
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=SHORT,
+            stream=True,
+            max_completion_tokens=1_500,
+            extra_body={"ignore_eos": True},
+        )
+        async with stream:
+            await anext(aiter(stream))
+    await served.cluster.wait_followed()
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(headers=headers) as client:
         router = (await client.get(f"{served.url}/metrics")).text
