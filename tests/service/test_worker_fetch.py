@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.core.protocol import TokensReady
+from moonpool.core.protocol import Refused, RefuseReason, TokensReady
 from moonpool.core.step import StepPlan
 from moonpool.handoff.effects import FetchOutcome
 from moonpool.handoff.messages import PeerPrefix
@@ -163,7 +163,7 @@ async def test_a_holder_cannot_evict_what_is_read(tmp_path: Path) -> None:
     filler = make_request("fill", prompt=range(500, 590), max_tokens=2, ignore_eos=True)
     async with fake_workers(tmp_path) as workers:
         holder, to_holder = await start(workers, "h0", num_blocks=14)
-        reader, to_reader = await start(workers, "r0", failpoints="fetch.read=delay:200")
+        reader, to_reader = await start(workers, "r0", failpoints="fetch.read=delay:1000")
         peer = await warm(to_holder)
         to_reader.decode(SECOND, peer=peer)
 
@@ -172,6 +172,10 @@ async def test_a_holder_cannot_evict_what_is_read(tmp_path: Path) -> None:
 
         await eventually(is_locked, timeout_s=5.0, what="the prefix is locked")
         to_holder.decode(filler)
+        refused = await to_holder.until(filler, Refused)
+        assert isinstance(refused, Refused)
+        assert refused.reason is RefuseReason.NO_BLOCKS
+        assert await is_locked(), "it was refused too late to tell"
         assert await to_reader.answer(SECOND) == expected_answer(SECOND)
         assert outcomes(reader) == {"whole": 1}
 
