@@ -184,8 +184,9 @@ class WorkerSettings(Section):
     #: Blocks of the pool. None: as many as fit in `kv_cache_memory_bytes`.
     num_blocks: int | None = Field(default=None, ge=2, le=2**31 - 1)
     kv_cache_memory_bytes: SizeBytes = Field(default=512 * 2**20, ge=2**16)
-    #: Which cached block goes first when the pool is full: the least recently used, or by S3-FIFO, which
-    #: keeps what is used again from being pushed out by what is used once.
+    #: Which cached block goes first when the pool is full: the least recently used; by S3-FIFO, which keeps
+    #: what is used again from being pushed out by what is used once; or by `lfu_aged`, for which each time that
+    #: it was found is a later use.
     kv_eviction_policy: EvictionPolicyName = "lru"
     #: Token budget of one step.
     max_num_batched_tokens: int = Field(default=2_048, ge=1, le=2**20)

@@ -1,7 +1,7 @@
 """Who may join: cluster secret and model namespace. A difference is said in words.
 
 (The protocol's version is checked where a hello is decoded, see wire/worker.py; layouts where the copy
-plan is made, see kv/copy_plan.py.)
+plan is made, see kv/layout.py.)
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python -m moonpool_loadtest.experiments.overlap
     python -m moonpool_loadtest.experiments.isolation
+    python -m moonpool_loadtest.experiments.receiving
     python -m moonpool_loadtest.experiments.engine
     python -m moonpool_loadtest.experiments.multi_turn
     python -m moonpool_loadtest.experiments.slow_peer
