@@ -114,7 +114,9 @@ class RedisServer:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not self.is_listening:
             if time.monotonic() >= deadline:
-                raise UnavailableError(f"valkey-server did not listen within {_START_TIMEOUT_S:g} s.")
+                raise UnavailableError(
+                    f"valkey-server did not listen within {_START_TIMEOUT_S:g} s."
+                )
             time.sleep(_POLL_S)
 
     def kill(self) -> None:

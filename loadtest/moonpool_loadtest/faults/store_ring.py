@@ -6,8 +6,8 @@ disks that find each other on Redis. Each scenario
 1. asks the requests of a new family and of earlier ones, again and again, some at a time;
 2. lets the fault happen while they run, and has all of them asked once more;
 3. ends them, and waits until the cluster is whole and quiet and the router believes what is true;
-4. has the workers forget all they hold and asks one request of each family: what is reused of these comes
-   from the stores. It must be `MIN_RECOVERED` of what it was before any fault.
+4. has the workers forget all they hold and asks one request of each family: of what the family shares,
+   `MIN_RECOVERED` of the share that came from stores before any fault must come from them.
 
 Each leaves one row in the lab's reports. They follow each other in the order of SCENARIOS: one ring lives
 through all of them.
@@ -27,8 +27,13 @@ from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
-from moonpool.inference.generation import TokenPrompt, Usage
-from moonpool.kv.block_hash import ModelNamespace, Namespace, hash_blocks, namespace_seed
+from moonpool.kv.block_hash import (
+    ModelNamespace,
+    Namespace,
+    NamespaceSeed,
+    hash_blocks,
+    namespace_seed,
+)
 from moonpool.kv.block_key import block_key
 from moonpool.rpc.admin import fetch_snapshot
 from moonpool.tiering.homes import home_key, home_of, ramp_weight
@@ -47,11 +52,13 @@ DIES = "store-1"
 
 #: Of the families that all scenarios take together: these before any fault, and one for each.
 NUM_FIRST_FAMILIES = 4
-#: Share of the reuse before any fault that there must be after each.
+#: Of what families share, what must come from stores before any fault, ...
+MIN_SHARE = 0.9
+#: ... and of that share, what must come from them after each.
 MIN_RECOVERED = 0.95
 
 _BLOCK_SIZE = 16
-_NUM_AT_ONCE = 6
+_NUM_AT_ONCE = 4
 #: Earlier families of which the load asks again.
 _NUM_AGAIN = 2
 #: Requests that belong to a node that has come, looked for before they are checked, and checked at most.
@@ -60,6 +67,8 @@ _RUNNING_S = 10.0
 _ROUND_S = 300.0
 _JOIN_S = 60.0
 _RING_S = 15.0
+#: Between two looks at what takes several calls to know.
+_LOOK_S = 0.1
 #: The broker's clients try every quarter of a second.
 _BUS_S = 5.0
 _RAMP_S = OffloaderConfig().ramp_s
@@ -170,9 +179,12 @@ class Ring:
     redis: RedisServer
     #: Loop time before the cluster was started.
     began: float
+    #: Where chains of this cluster begin.
+    seed: NamespaceSeed
+    rpc_key: str
     #: Asked before, oldest first.
     families: list[tuple[Case, ...]] = field(default_factory=list)
-    #: Reused of one request of each family, with empty workers, before any fault.
+    #: Of what families share, how much came from stores before any fault (`recall`).
     share_before: float = 0.0
 
     @property
@@ -200,17 +212,8 @@ class Ring:
 
     def chain(self, case: Case) -> tuple[BlockHash, ...]:
         """The full blocks of a request and its answer, whose last token is not computed."""
-        config = self.cluster.config
-        secret = load_or_create_secret(config.data_dir)
-        model = ModelNamespace(
-            model_fingerprint=resolve(config.model, data_dir=config.data_dir).fingerprint,
-            compute_dtype=config.dtype,
-            kv_dtype=config.dtype,
-            block_size=_BLOCK_SIZE,
-        )
-        seed = namespace_seed(Namespace(model=model, tenant=DEFAULT_TENANT), secret.value)
         tokens = [*case.prompt, *self.lab.expected[case.name][:-1]]
-        return tuple(hash_blocks(seed, tokens, _BLOCK_SIZE))
+        return tuple(hash_blocks(self.seed, tokens, _BLOCK_SIZE))
 
     async def held(self, *node_ids: str) -> set[int]:
         """The keys of all blocks that these nodes say they hold.
@@ -218,13 +221,12 @@ class Ring:
         Raises:
             MoonpoolError: One does not answer.
         """
-        rpc_key = load_or_create_secret(self.cluster.config.data_dir).rpc_key
         keys: set[int] = set()
         for node_id in node_ids:
             part = self.cluster.part(node_id)
             key = WorkerKey(WorkerId(node_id), Incarnation(str(part.fact("incarnation"))))
             address = str(part.fact("grpc_address"))
-            snapshot = await fetch_snapshot(address, key, key=rpc_key, deadline_s=5.0)
+            snapshot = await fetch_snapshot(address, key, key=self.rpc_key, deadline_s=5.0)
             keys.update(map(int, snapshot.keys))
         return keys
 
@@ -274,7 +276,9 @@ class Ring:
         older, than they can be to anyone: what belongs to it all the same belongs to it for all.
         """
         now = asyncio.get_running_loop().time()
-        weights = {other: ramp_weight(now - self.began, _RAMP_S) for other in self.cluster.store_ids}
+        weights = {
+            other: ramp_weight(now - self.began, _RAMP_S) for other in self.cluster.store_ids
+        }
         weights[WorkerId(store_id)] = ramp_weight(now - joined, _RAMP_S)
         cases = [case for family in self.families for case in family]
         return [case for case in cases if home_of(weights, home_key(self.chain(case))) == store_id]
@@ -284,7 +288,9 @@ class Ring:
     async def settle(self) -> list[str]:
         """All are back, nobody holds anything, the router believes what is true; else what is wrong."""
         problems = await self.lab.settle()
-        return problems + await within(_RING_S, "the router knows who holds what", self.is_followed)
+        return problems + await within(
+            _RING_S, "the router knows who holds what", self.is_followed, poll_s=_LOOK_S
+        )
 
     async def forget(self) -> list[str]:
         """The workers hold nothing, and the router knows; else what is wrong."""
@@ -298,15 +304,20 @@ class Ring:
     async def recall(self) -> tuple[list[Outcome], float, list[str]]:
         """One request of each family, asked of workers that hold nothing.
 
+        Beyond what a family shares, the router may name a store that holds less and is nearer.
+
         Returns:
-            The answers, what share of all that could be reused came from stores, and what is wrong.
+            The answers, what share of all that families share came from stores, and what is wrong.
         """
         problems = await self.forget()
         cases = [family[number % len(family)] for number, family in enumerate(self.families)]
         outcomes = await self.lab.client.ask_all(cases)
-        num_reusable = sum((len(case.prompt) - 1) // _BLOCK_SIZE * _BLOCK_SIZE for case in cases)
-        share = sum(usage.num_store_tokens for usage in _usages(outcomes)) / num_reusable
-        return outcomes, share, problems + await self.settle()
+        num_shared = [_num_shared_tokens(family) for family in self.families]
+        num_found = [
+            min(outcome.done.usage.num_store_tokens, num_tokens) if outcome.done else 0
+            for outcome, num_tokens in zip(outcomes, num_shared, strict=True)
+        ]
+        return outcomes, sum(num_found) / sum(num_shared), problems + await self.settle()
 
     async def judge(
         self,
@@ -323,17 +334,279 @@ class Ring:
         problems += found
         if share < MIN_RECOVERED * self.share_before:
             problems.append(
-                f"{share:.0%} of earlier families found in stores, {self.share_before:.0%} before "
-                f"any fault; at least {MIN_RECOVERED:.0%} of that must be"
+                f"{share:.0%} of what families share came from stores, {self.share_before:.0%} "
+                f"before any fault; at least {MIN_RECOVERED:.0%} of that must"
             )
         return self.lab.judge(
             fault,
             [*outcomes, *recalled],
             problems=problems,
             started=started,
-            note=f"{note}; found in stores: {share:.1%}, before any fault {self.share_before:.1%}",
+            note=f"{note}; from stores: {share:.0%} of what earlier families share, "
+            f"{self.share_before:.0%} before any fault",
         )
 
 
-def _usages(outcomes: Sequence[Outcome]) -> list[Usage]:
-    return [outcome.done.usage for outcome in outcomes if outcome.done]
+async def open_ring(lab: FaultLab, redis: RedisServer, *, began: float) -> Ring:
+    """Two of the lab's three stores, which know of each other.
+
+    Args:
+        redis: That of the configuration; it runs.
+        began: Loop time before the lab was opened.
+    """
+    config = lab.cluster.config
+    secret = load_or_create_secret(config.data_dir)
+    model = ModelNamespace(
+        model_fingerprint=resolve(config.model, data_dir=config.data_dir).fingerprint,
+        compute_dtype=config.dtype,
+        kv_dtype=config.dtype,
+        block_size=_BLOCK_SIZE,
+    )
+    await lab.cluster.remove_store(JOINS)
+    return Ring(
+        lab=lab,
+        redis=redis,
+        began=began,
+        seed=namespace_seed(Namespace(model=model, tenant=DEFAULT_TENANT), secret.value),
+        rpc_key=secret.rpc_key,
+    )
+
+
+# -- scenarios --
+
+
+async def run_without_fault(ring: Ring) -> FaultReport:
+    """What the first families leave in two stores is what all that follows is measured by."""
+    started = _now()
+    problems = await within(
+        _RING_S, "the stores have found each other", ring.is_listed, poll_s=_LOOK_S
+    )
+    families = [ring.lab.take() for _ in range(NUM_FIRST_FAMILIES)]
+    ring.families += families
+    async with ring.load([case for family in families for case in family]) as load:
+        problems += await load.once_more()
+        problems += await load.once_more()
+    problems += await ring.settle()
+    recalled, ring.share_before, found = await ring.recall()
+    problems += found
+    if ring.share_before < MIN_SHARE:
+        problems.append(f"only {ring.share_before:.0%} of what families share came from stores")
+    return ring.lab.judge(
+        "none: two workers, two stores, one Redis",
+        [*load.outcomes, *recalled],
+        problems=problems,
+        started=started,
+        note=f"from stores: {ring.share_before:.0%} of what families share",
+    )
+
+
+async def run_join(ring: Ring) -> FaultReport:
+    """A third store comes under load. What it is the home of by then is there once it was asked for."""
+    started = _now()
+    async with ring.load(ring.take()) as load:
+        problems = await _until_running(ring, load)
+        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        ring.cluster.start_store(JOINS)
+        problems += await _joined(ring)
+        joined = _now()
+        problems += await load.once_more()
+
+        async def has_home() -> bool:
+            return len(ring.at_home(JOINS, joined=joined)) >= _NUM_AT_HOME
+
+        problems += await within(_JOIN_S, f"{JOINS} is home of something", has_home, poll_s=_LOOK_S)
+        num_during = len(load.outcomes) - num_before
+    outcomes = load.outcomes
+    problems += await ring.settle()
+    # What workers hold already they do not offer again when a home changes by and by.
+    problems += await ring.forget()
+    at_home = ring.at_home(JOINS, joined=joined)[:_NUM_AT_HOME]
+    outcomes += await ring.lab.client.ask_all(at_home)
+    wanted = {block_key(block_hash) for case in at_home for block_hash in ring.chain(case)}
+    problems += await within(
+        _RING_S,
+        f"{JOINS} holds the {len(wanted)} blocks of {len(at_home)} requests that it is the home of",
+        lambda: ring.holds(JOINS, wanted),
+        poll_s=_LOOK_S,
+    )
+    return await ring.judge(
+        "a third store joins",
+        outcomes,
+        problems,
+        started=started,
+        note=f"{num_in_flight} in flight when it came, {num_during} answered under load since; "
+        f"the {len(wanted)} blocks of {len(at_home)} requests that it is the home of are there",
+    )
+
+
+async def run_leave(ring: Ring) -> FaultReport:
+    """A store drains and ends under load; what it alone held is handed over before."""
+    started = _now()
+    async with ring.load(ring.take()) as load:
+        problems = await load.once_more()
+        problems += await _until_running(ring, load)
+        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        staying = [name for name in ring.cluster.store_ids if name != LEAVES]
+        alone = await ring.held(LEAVES) - await ring.held(*staying)
+        began_leaving = _now()
+        await ring.cluster.remove_store(LEAVES)
+        left_s = _now() - began_leaving
+        num_during = len(load.outcomes) - num_before
+        lost = alone - await ring.held(*staying)
+        problems += await load.once_more()
+    if not alone:
+        problems.append(f"{LEAVES} held nothing alone")
+    if lost:
+        problems.append(f"{len(lost)} of {len(alone)} blocks that {LEAVES} alone held are gone")
+    return await ring.judge(
+        "a store leaves with a drain",
+        load.outcomes,
+        problems,
+        started=started,
+        note=f"{num_in_flight} in flight when it began, {num_during} answered until it ended "
+        f"{left_s:.1f} s later; {len(alone) - len(lost)} of {len(alone)} blocks that it alone "
+        "held are handed over",
+    )
+
+
+async def run_kill(ring: Ring) -> FaultReport:
+    """A store dies under load and comes back; all that it had written is there again."""
+    started = _now()
+    written = await ring.held(DIES)
+    problems = await within(
+        _RING_S, f"{DIES} has written", lambda: ring.has_written(DIES), poll_s=_LOOK_S
+    )
+    part = ring.cluster.part(DIES)
+    num_starts = part.num_starts
+    async with ring.load(ring.take()) as load:
+        problems += await _until_running(ring, load)
+        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        await ring.cluster.kill(DIES)
+        problems += await ring.lab.died(DIES, num_starts)
+        problems += await within(
+            _JOIN_S,
+            f"{DIES} holds what it had written",
+            lambda: ring.holds(DIES, written),
+            poll_s=_LOOK_S,
+        )
+        num_during = len(load.outcomes) - num_before
+        problems += await load.once_more()
+    if not written:
+        problems.append(f"{DIES} had written nothing")
+    return await ring.judge(
+        "kill -9 a store, it comes back",
+        load.outcomes,
+        problems,
+        started=started,
+        note=f"{num_in_flight} in flight when it died, {num_during} answered until it was back with "
+        f"the {len(written)} blocks that it had written",
+    )
+
+
+async def run_redis_restart(ring: Ring) -> FaultReport:
+    """Redis dies under load, stays away for a while, and comes back empty."""
+    started = _now()
+    mark = LogMark.now(ring.cluster)
+
+    async def is_missed() -> bool:
+        return all(mark.events(name, "directory.lost") for name in ring.cluster.store_ids)
+
+    async def is_listening() -> bool:
+        return ring.redis.is_listening
+
+    async with ring.load(ring.take()) as load:
+        problems = await _until_running(ring, load)
+        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        ring.redis.kill()
+        problems += await within(_RING_S, "every store misses Redis", is_missed)
+        problems += await load.once_more()
+        num_during = len(load.outcomes) - num_before
+        ring.redis.launch()
+        problems += await within(_RING_S, "Redis listens", is_listening)
+        back = _now()
+        problems += await within(
+            _RING_S, "Redis knows every store again", ring.is_listed, poll_s=_LOOK_S
+        )
+        listed_s = _now() - back
+        problems += await load.once_more()
+    return await ring.judge(
+        "Redis killed and restarted, empty",
+        load.outcomes,
+        problems,
+        started=started,
+        note=f"{num_in_flight} in flight when it died, {num_during} answered while it was away; "
+        f"it knew all stores again after {listed_s:.1f} s",
+    )
+
+
+async def run_nats_restart(ring: Ring) -> FaultReport:
+    """The broker dies under load, stays away for a while, and comes back."""
+    started = _now()
+
+    async def is_missed() -> bool:
+        return not (await ring.cluster.status()).is_bus_connected
+
+    async def is_back() -> bool:
+        return (await ring.cluster.status()).is_bus_connected
+
+    async with ring.load(ring.take()) as load:
+        problems = await _until_running(ring, load)
+        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        await ring.cluster.kill_nats()
+        problems += await within(_BUS_S, "the router misses the broker", is_missed)
+        problems += await load.once_more()
+        num_during = len(load.outcomes) - num_before
+        await ring.cluster.start_nats()
+        problems += await within(_BUS_S, "the router has the broker again", is_back)
+        problems += await load.once_more()
+    return await ring.judge(
+        "NATS killed and restarted",
+        load.outcomes,
+        problems,
+        started=started,
+        note=f"{num_in_flight} in flight when it died, {num_during} answered while it was away",
+    )
+
+
+SCENARIOS: tuple[Callable[[Ring], Awaitable[FaultReport]], ...] = (
+    run_without_fault,
+    run_join,
+    run_leave,
+    run_kill,
+    run_redis_restart,
+    run_nats_restart,
+)
+NUM_FAMILIES = NUM_FIRST_FAMILIES + len(SCENARIOS) - 1
+
+
+# -- parts --
+
+
+async def _until_running(ring: Ring, load: Load) -> list[str]:
+    """Until workers are at requests that have not been answered; else what is wrong."""
+
+    async def is_running() -> bool:
+        return load.num_in_flight > 0 and (await ring.cluster.status()).num_running > 0
+
+    return await within(_RUNNING_S, "requests run when the fault is to happen", is_running)
+
+
+async def _joined(ring: Ring) -> list[str]:
+    """Everyone has joined, and the stores have found each other; else what is wrong."""
+    try:
+        await ring.cluster.wait_ready(timeout_s=_JOIN_S)
+    except MoonpoolError as error:
+        return [error.message]
+    return await within(_RING_S, "the stores have found each other", ring.is_listed, poll_s=_LOOK_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _num_shared_tokens(family: Sequence[Case]) -> int:
+    """Tokens of the full blocks with which all prompts of a family begin."""
+    num_tokens = min(len(case.prompt) for case in family)
+    while len({case.prompt[:num_tokens] for case in family}) > 1:
+        num_tokens -= 1
+    return num_tokens // _BLOCK_SIZE * _BLOCK_SIZE
