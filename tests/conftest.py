@@ -1,4 +1,4 @@
-"""The order of a whole run, and the type checker beside it.
+"""The order of a whole run, the type checker beside it, and what holds for every property test.
 
 Whatever is pure comes first: it fails soonest and needs nothing. The type checker takes the time of a
 hundred tests and one core; it starts with the run, and its test waits for it.
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from support.type_check import TYPE_CHECK, TypeCheck
 
 _TESTS = Path(__file__).parent
 _ORDER = ("unit", "property", "architecture", "service", "integration", "e2e")
+
+# How long an example takes is the machine's affair; what hangs meets the timeout of its test.
+hypothesis.settings.register_profile("moonpool", deadline=None)
+hypothesis.settings.load_profile("moonpool")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,14 +58,14 @@ def cv_of_gaps(process: ArrivalProcess, seed: int) -> float:
 
 
 @given(seed=st.integers(0, 10_000), cv=st.floats(min_value=0.2, max_value=2.0))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_burstiness_is_the_shape_of_the_gaps(seed: int, cv: float) -> None:
     process = ArrivalProcess(kind=ArrivalKind.GAMMA, rate_rps=5.0, burstiness=1 / cv**2)
     assert math.isclose(cv_of_gaps(process, seed), cv, rel_tol=0.2)
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_poisson_gaps_are_exponential_and_constant_ones_equal(seed: int) -> None:
     poisson = ArrivalProcess(kind=ArrivalKind.POISSON, rate_rps=7.0)
     assert math.isclose(cv_of_gaps(poisson, seed), 1.0, rel_tol=0.12)
@@ -102,7 +102,7 @@ def units(request: BenchRequest) -> list[str]:
     num_prefixes=st.integers(1, 3),
     seed=st.integers(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_requests_follow_their_specification(
     kind: PromptKind,
     inputs: Lengths,

@@ -323,6 +323,6 @@ class AgedLfuMachine(BlockCacheMachine):
 TestBlockCache = BlockCacheMachine.TestCase
 TestS3Fifo = S3FifoMachine.TestCase
 TestAgedLfu = AgedLfuMachine.TestCase
-TestBlockCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestS3Fifo.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAgedLfu.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestBlockCache.settings = settings(max_examples=60, stateful_step_count=40)
+TestS3Fifo.settings = settings(max_examples=60, stateful_step_count=40)
+TestAgedLfu.settings = settings(max_examples=30, stateful_step_count=40)

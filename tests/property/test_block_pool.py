@@ -82,4 +82,4 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBlockPool.settings = settings(max_examples=60, stateful_step_count=30)

@@ -71,7 +71,7 @@ def shared_heads(mine: KvGroup, theirs: KvGroup) -> slice:
 
 
 @given(data=st.data(), layouts=layout_pairs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_spans_copy_exactly_the_blocks(
     data: st.DataObject, layouts: tuple[KvLayout, KvLayout]
 ) -> None:

@@ -205,7 +205,6 @@ def _route(tracked: Tracked) -> tuple[int, int | None]:
 CoreMachine.TestCase.settings = settings(
     max_examples=30,
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestCoreMachine = CoreMachine.TestCase

@@ -65,7 +65,7 @@ def plans(draw: st.DrawFn) -> list[Plan]:
     ]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=plans(),
     num_blocks=st.sampled_from([10, 12, 24]),

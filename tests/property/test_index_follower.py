@@ -114,6 +114,13 @@ class World:
         if self.pile:
             self._deliver(self.pile.pop(0))
 
+    def duplicate(self) -> None:
+        """It comes, and is on its way a second time."""
+        if self.pile:
+            message = self.pile[0]
+            self.pile.append(message)
+            self._deliver(message)
+
     def deliver_any(self) -> None:
         """Out of turn, and perhaps once more later."""
         if self.pile:
@@ -213,6 +220,7 @@ STEPS: dict[Callable[[World], None], int] = {
     World.answer: 6,
     World.announce: 4,
     World.deliver_any: 3,
+    World.duplicate: 2,
     World.lose: 2,
     World.clear: 1,
     World.restart: 1,
@@ -223,7 +231,7 @@ STEPS: dict[Callable[[World], None], int] = {
 
 
 @given(st.integers(0, 2**32), st.integers(0, 120))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_index_ends_at_the_truth(seed: int, num_steps: int) -> None:
     world = World(random.Random(seed))
     steps = world.rng.choices(list(STEPS), weights=list(STEPS.values()), k=num_steps)

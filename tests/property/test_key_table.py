@@ -91,7 +91,7 @@ class CompiledKeyTableMachine(DictKeyTableMachine):
         return native.kernels().key_table()
 
 
-_SETTINGS = settings(max_examples=25, stateful_step_count=20, deadline=None)
+_SETTINGS = settings(max_examples=25, stateful_step_count=20)
 
 TestDictKeyTable = DictKeyTableMachine.TestCase
 TestDictKeyTable.settings = _SETTINGS

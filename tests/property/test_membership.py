@@ -115,4 +115,4 @@ class MembershipModel(RuleBasedStateMachine):
 
 
 TestMembership = MembershipModel.TestCase
-TestMembership.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMembership.settings = settings(max_examples=60, stateful_step_count=30)

@@ -70,7 +70,7 @@ def all_leaves(geometry: LeafGeometry) -> list[tuple[int, int]]:
 
 @forms
 @given(geometry=geometries(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_leaves_are_xxh3_of_the_planes_in_order(
     kernels: native.Kernels, geometry: LeafGeometry, seed: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_leaves_are_xxh3_of_the_planes_in_order(
 
 @forms
 @given(geometry=geometries(), seed=st.integers(0, 2**32 - 1), data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_scattered_copy_is_exact_and_finds_each_flipped_byte(
     kernels: native.Kernels, geometry: LeafGeometry, seed: int, data: st.DataObject
 ) -> None:
@@ -144,7 +144,7 @@ def test_one_long_span_is_checked_leaf_by_leaf(kernels: native.Kernels, order: s
 
 @forms
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_out_of_bounds_writes_nothing(kernels: native.Kernels, data: st.DataObject) -> None:
     geometry = data.draw(geometries())
     size = geometry.region_bytes
@@ -259,14 +259,14 @@ def test_finishing_a_layer_zeroes_tails_then_digests_then_publishes_then_rings(
 
 @forms
 @given(payload=st.binary(max_size=5000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_digest_is_xxh3_64(kernels: native.Kernels, payload: bytes) -> None:
     assert kernels.digest(np.frombuffer(payload, np.uint8)) == xxhash.xxh3_64_intdigest(payload)
 
 
 @forms
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_gathered_and_streamed_lies_where_it_should_and_is_checked(
     kernels: native.Kernels, data: st.DataObject, seed: int
 ) -> None:

@@ -236,7 +236,7 @@ def walk(world: World, num_steps: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_whatever_happens_all_lies_at_home_in_the_end(seed: int) -> None:
     world = World(rng=random.Random(seed))
     world.machine.on_bus_changed(True, 0.0)

@@ -141,7 +141,7 @@ def summary(decision: PlacementDecision) -> object:
 
 
 @given(seed=seeds)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_nobody_is_chosen_who_may_not_be(seed: int) -> None:
     case = make_case(seed)
     fleet, query, config = case.fleet, case.query, case.config
@@ -201,7 +201,7 @@ def test_nobody_is_chosen_who_may_not_be(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_same_fleet_gives_the_same_decision_whatever_its_order_and_history(seed: int) -> None:
     case = make_case(seed)
     fleet, query, config = case.fleet, case.query, case.config
@@ -220,7 +220,7 @@ def test_the_same_fleet_gives_the_same_decision_whatever_its_order_and_history(s
 
 
 @given(seed=seeds)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_min_ttft_has_no_better_alternative_by_its_own_prediction(seed: int) -> None:
     """Among decode workers with room for the answer, all ways to prefill included."""
     case = make_case(seed)
@@ -268,7 +268,7 @@ def test_min_ttft_has_no_better_alternative_by_its_own_prediction(seed: int) -> 
 
 
 @given(seed=seeds)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_fetching_is_never_worse_than_not_fetching(seed: int) -> None:
     case = make_case(seed)
     table, query = FleetTable.of(case.fleet), case.query

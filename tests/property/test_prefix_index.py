@@ -244,4 +244,4 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
-TestPrefixIndex.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPrefixIndex.settings = settings(max_examples=40, stateful_step_count=40)

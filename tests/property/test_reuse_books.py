@@ -51,7 +51,7 @@ class NeverForgets:
         return run
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_token_is_counted_once(data: st.DataObject) -> None:
     max_keys = data.draw(st.sampled_from([8, 10_000]), label="max_keys")

@@ -99,7 +99,7 @@ def hashes(of: set[int]) -> list[BlockHash]:
     return [make_hash(number) for number in of]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(program=st.lists(steps, max_size=12), layout=st.sampled_from([EVEN, ODD]))
 @example(
     program=[("write", [0, 1, 2, 3, 4, 5]), ("room", [SLOT_BYTES + 1]), ("write", [6, 7, 8])],
@@ -110,7 +110,7 @@ def test_the_log_holds_what_it_says(program: list[tuple[str, list[int]]], layout
         asyncio.run(Model(Path(folder) / "log", layout).run(program))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_written=st.integers(1, 14),
     dropped=st.sets(st.integers(0, 13), max_size=3),

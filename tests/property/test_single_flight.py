@@ -160,7 +160,6 @@ class SingleFlightMachine(RuleBasedStateMachine):
 SingleFlightMachine.TestCase.settings = settings(
     max_examples=30,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestSingleFlight = SingleFlightMachine.TestCase

@@ -328,6 +328,8 @@ CASES = (
             must_finish=frozenset({"r1"}),
         ),
         ends=FINISHES | GIVES_UP,
+        # Quick is the same world with the product's core.
+        is_quick=False,
     ),
     Case(
         name="two requests crossing, pools of two requests",

@@ -24,7 +24,7 @@ def test_open_and_credit_come_back() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 45), st.integers(0, 1 << 20)), max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_spans_come_back_in_order_without_the_empty_ones(rows: list[tuple[int, int]]) -> None:
     spans = np.array([(offset, 5, length) for offset, length in rows], np.int64).reshape(-1, 3)
     decoded = [kv_read.decode(kv_read.encode(part)) for part in kv_read.requests_for(spans)]
@@ -67,7 +67,7 @@ def test_what_no_reader_means_is_refused(message: pb.ReadRequest) -> None:
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     try:
         kv_read.decode(data)
