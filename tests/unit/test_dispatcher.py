@@ -421,6 +421,13 @@ def test_a_request_that_two_workers_died_of_is_poison() -> None:
     ]
 
 
+def test_both_workers_of_an_attempt_lost_at_once_are_one_death() -> None:
+    r = Router(P, P2, D, D2)
+    r.arrive()
+    assert r(WorkerLost(key=P)) == []
+    assert r(WorkerLost(key=D)) == sent(2, prefill=P2, decode=D2)
+
+
 def test_a_failed_source_is_avoided_for_five_seconds() -> None:
     r = Router(P, P2, D)
     r.arrive()

@@ -14,7 +14,7 @@ class DispatchConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     #: Failures that end a request: a decode worker lost, or a source that failed the handoff.
     max_failures: int = 3
-    #: A request that was in flight on so many workers that died is taken for the cause.
+    #: A request of which so many attempts lost a worker is taken for the cause.
     max_deaths: int = 2
     #: Bound of all placements, refused ones included: a cluster that always refuses is not asked
     #: for ever.

@@ -433,10 +433,10 @@ class Dispatcher:
             self._note_ended(request, key)
             if key == placed.prefill and placed.has_decode_begun:
                 continue
-            request.num_deaths += 1
+            request.note_death()
             if request.num_deaths >= self._config.max_deaths:
                 error = InternalError(
-                    f"{request.num_deaths} workers died while they worked on this request",
+                    f"workers died in {request.num_deaths} attempts at this request",
                     code="poison_request",
                 )
                 self._fail(request, error)

@@ -57,7 +57,10 @@ class RequestRecord:
     attempt: int = 0
     placed: OnWorkers | None = None
     num_failures: int = 0
+    #: Attempts that lost a worker while it worked on them.
     num_deaths: int = 0
+    #: The last of these.
+    dead_attempt: int = 0
     #: Workers that said that they can never hold it.
     unfit: frozenset[WorkerKey] = frozenset()
     #: Prefill workers that vanished in the middle of a handoff of this request.
@@ -101,6 +104,12 @@ class RequestRecord:
         if self.num_credible_tokens is None or self.num_held_tokens < self.num_credible_tokens:
             self.num_credible_tokens = self.num_held_tokens
 
+    def note_death(self) -> None:
+        """A worker of the current attempt died. Both of its workers on one host are one death."""
+        if self.dead_attempt != self.attempt:
+            self.dead_attempt = self.attempt
+            self.num_deaths += 1
+
     def fork(self) -> RequestRecord:
         """An independent copy, for exploration."""
         return replace(self, emitted=list(self.emitted))
@@ -114,6 +123,7 @@ class RequestRecord:
             self.placed,
             self.num_failures,
             self.num_deaths,
+            self.dead_attempt,
             tuple(sorted(self.unfit)),
             tuple(sorted(self.lost_sources)),
             self.cached,
