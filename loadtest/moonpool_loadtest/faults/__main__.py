@@ -24,6 +24,7 @@ from moonpool_loadtest.faults.lab import (
     make_sets,
     open_lab,
 )
+from moonpool_loadtest.faults.redis_server import RedisServer, redis_server, server_path
 from moonpool_loadtest.faults.reuse import (
     FAILPOINTS,
     NUM_FAMILIES,
@@ -31,6 +32,7 @@ from moonpool_loadtest.faults.reuse import (
     SCENARIOS,
     reuse_config,
 )
+from moonpool_loadtest.faults.ring import open_ring, ring_config
 from moonpool_loadtest.faults.scenarios import (
     DECODE,
     PREFILL,
@@ -47,6 +49,7 @@ from moonpool_loadtest.faults.scenarios import (
     run_router_restart,
     run_without_fault,
 )
+from moonpool_loadtest.faults.store_ring import NUM_RING_FAMILIES, RING_SCENARIOS
 from moonpool_loadtest.faults.stores import (
     NUM_FAMILIES_BESIDE_KILLS,
     run_outlives_itself,
@@ -55,7 +58,7 @@ from moonpool_loadtest.faults.stores import (
     store_config,
 )
 
-_KINDS = ("handoff", "reuse", "stores")
+_KINDS = ("handoff", "reuse", "stores", "ring")
 _POSITIONS = (0, 1, 7, 20)
 
 
@@ -182,6 +185,29 @@ async def run_store_faults(
     return lab.reports
 
 
+async def run_ring_faults(
+    config: ClusterConfig, redis: RedisServer, *, vocab_size: int
+) -> list[FaultReport]:
+    """Stores that come and go, and all that they find each other by. Prints a row as soon as it is known.
+
+    Args:
+        redis: That of the configuration; it runs.
+    """
+    sets = make_families(
+        FamilySizes(vocab_size=vocab_size), num_judged=NUM_RING_FAMILIES, num_for_leavers=0
+    )
+    print("answers without faults ...", flush=True)
+    expected = await answers_without_faults(config, sets.judged_cases)
+    print(header(), flush=True)
+    began = asyncio.get_running_loop().time()
+    async with open_lab(config, expected=expected, sets=sets, is_whole=True) as lab:
+        ring = await open_ring(lab, redis, began=began)
+        for scenario in RING_SCENARIOS:
+            show(await scenario(ring))
+    show(lab.reports[-1])
+    return lab.reports
+
+
 def show(report: FaultReport) -> None:
     print(row(report), flush=True)
 
@@ -230,7 +256,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="workers check all invariants")
     options = parser.parse_args(None if arguments is None else list(arguments))
     data_dir = (options.data_dir or default_data_dir(os.environ)).absolute()
+    kinds = _KINDS if options.only is None else (options.only,)
     try:
+        if "ring" in kinds:
+            # Told before anything has run.
+            server_path()
         model = resolve(options.model, data_dir=data_dir)
         vocab_size, num_layers = model.config.vocab_size, model.config.num_layers
         reports: list[FaultReport] = []
@@ -240,7 +270,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
                 "dtype": options.dtype,
                 "is_checked": options.check,
             }
-            kinds = _KINDS if options.only is None else (options.only,)
             if "handoff" in kinds:
                 config = cluster_config(str(model.path), transport=options.transport, **common)
                 faults = run_handoff_faults(config, vocab_size=vocab_size, num_layers=num_layers)
@@ -256,6 +285,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
                     config, vocab_size=vocab_size, num_kills=options.store_kills
                 )
                 reports += asyncio.run(faults)
+            if "ring" in kinds:
+                ssd_dir, redis_dir = Path(home, "ring-ssd"), Path(home, "redis")
+                ssd_dir.mkdir()
+                redis_dir.mkdir()
+                with redis_server(redis_dir) as redis:
+                    config = ring_config(
+                        str(model.path), ssd_dir=ssd_dir, redis_url=redis.url, **common
+                    )
+                    faults = run_ring_faults(config, redis, vocab_size=vocab_size)
+                    reports += asyncio.run(faults)
     except MoonpoolError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

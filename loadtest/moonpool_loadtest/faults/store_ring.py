@@ -9,377 +9,39 @@ disks that find each other on Redis. Each scenario
 4. has the workers forget all they hold and asks one request of each family: of what the family shares,
    `MIN_RECOVERED` of the share that came from stores before any fault must come from them.
 
-Each leaves one row in the lab's reports. They follow each other in the order of SCENARIOS: one ring lives
+Each leaves one row in the lab's reports. They follow each other in the order of RING_SCENARIOS: one ring lives
 through all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
-from moonpool.cluster.local_cluster import LocalCluster
-from moonpool.config.schema import ClusterConfig
-from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError
-from moonpool.hub.model_dir import resolve
-from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
-from moonpool.kv.block_hash import (
-    ModelNamespace,
-    Namespace,
-    NamespaceSeed,
-    hash_blocks,
-    namespace_seed,
-)
 from moonpool.kv.block_key import block_key
-from moonpool.rpc.admin import fetch_snapshot
-from moonpool.tiering.homes import home_key, home_of, ramp_weight
-from moonpool.tiering.offloader import OffloaderConfig
-from moonpool.tiering.protocol import DEFAULT_TENANT
-from moonpool_loadtest.faults.lab import FaultLab, FaultReport
+from moonpool_loadtest.faults.lab import FaultReport
 from moonpool_loadtest.faults.log_mark import LogMark
-from moonpool_loadtest.faults.redis_server import RedisServer
+from moonpool_loadtest.faults.ring import JOINS, LOOK_S, MIN_SHARE, Ring
 from moonpool_loadtest.faults.waiting import within
-from moonpool_loadtest.faults.workload import Case, Client, Outcome
 
-#: Comes later; leaves again; dies.
-JOINS = "store-2"
 LEAVES = "store-0"
 DIES = "store-1"
 
 #: Of the families that all scenarios take together: these before any fault, and one for each.
 NUM_FIRST_FAMILIES = 4
-#: Of what families share, what must come from stores before any fault, ...
-MIN_SHARE = 0.9
-#: ... and of that share, what must come from them after each.
-MIN_RECOVERED = 0.95
 
-_BLOCK_SIZE = 16
-_NUM_AT_ONCE = 4
-#: Earlier families of which the load asks again.
-_NUM_AGAIN = 2
-#: Requests that belong to a node that has come, looked for before they are checked, and checked at most.
-_NUM_AT_HOME = 4
-_RUNNING_S = 10.0
-_ROUND_S = 300.0
 _JOIN_S = 60.0
 _RING_S = 15.0
-#: Between two looks at what takes several calls to know.
-_LOOK_S = 0.1
 #: The broker's clients try every quarter of a second.
 _BUS_S = 5.0
-_RAMP_S = OffloaderConfig().ramp_s
-
-
-def ring_config(
-    model: str,
-    *,
-    data_dir: Path,
-    ssd_dir: Path,
-    redis_url: str,
-    dtype: str,
-    is_checked: bool = False,
-    host_bytes: str = "256MiB",
-) -> ClusterConfig:
-    """Two workers of role both with 48 blocks each, and three stores. The router takes the workers in turn.
-
-    Args:
-        host_bytes: Memory of each store.
-    """
-    return ClusterConfig.model_validate(
-        {
-            "name": "ring",
-            "data_dir": data_dir,
-            "model": model,
-            "dtype": dtype,
-            "local_prefill_tokens": 512,
-            "router": {
-                "http_port": 0,
-                "grpc_port": 0,
-                "placement": {"disagg": "threshold", "mode": "round_robin"},
-            },
-            "worker": {
-                "num_blocks": 48,
-                "max_num_batched_tokens": 64,
-                "max_num_seqs": 4,
-                "max_queued_steps": 64,
-                "max_model_len": 512,
-                # What is faster does not matter here.
-                "kv_peer_reads": "always",
-                "is_checked": is_checked,
-            },
-            "workers": [
-                {"role": "both", "name": "left", "transports": ["shm", "grpc"]},
-                {"role": "both", "name": "right", "transports": ["grpc"]},
-            ],
-            "store": {
-                "host_bytes": host_bytes,
-                "ssd_dir": ssd_dir,
-                "ssd_bytes": "1GiB",
-                "ssd_admission": "all",
-                "ssd_write_bytes_per_day": 0,
-                "is_ssd_strict": True,
-                "redis_url": redis_url,
-                "is_checked": is_checked,
-            },
-            "stores": 3,
-        }
-    )
-
-
-class Load:
-    """Requests that are asked in turn, again and again, so many at a time. Made by `Ring.load`."""
-
-    def __init__(self, client: Client, cases: Sequence[Case]) -> None:
-        self._client = client
-        self._cases = cases
-        self._num_asked = 0
-        self._is_ended = False
-        self.num_in_flight = 0
-        self.outcomes: list[Outcome] = []
-
-    async def run(self) -> None:
-        """Until `end` was called and what is in flight is answered; or until one fails."""
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(_NUM_AT_ONCE):
-                tasks.create_task(self._ask())
-
-    def end(self) -> None:
-        """Ask nothing more."""
-        self._is_ended = True
-
-    async def once_more(self) -> list[str]:
-        """All are asked, and answered, from here on; else what is wrong."""
-        num_answered = len(self.outcomes) + self.num_in_flight + len(self._cases)
-
-        async def are_answered() -> bool:
-            return self._is_ended or len(self.outcomes) >= num_answered
-
-        return await within(_ROUND_S, f"{len(self._cases)} requests answered", are_answered)
-
-    async def _ask(self) -> None:
-        while not self._is_ended:
-            case = self._cases[self._num_asked % len(self._cases)]
-            self._num_asked += 1
-            self.num_in_flight += 1
-            outcome = await self._client.ask(case)
-            self.num_in_flight -= 1
-            self.outcomes.append(outcome)
-            self._is_ended |= bool(outcome.problem)
-
-
-@dataclass(slots=True, kw_only=True)
-class Ring:
-    """The lab's stores, and what is known of them. Made by `open_ring`."""
-
-    lab: FaultLab
-    redis: RedisServer
-    #: Loop time before the cluster was started.
-    began: float
-    #: Where chains of this cluster begin.
-    seed: NamespaceSeed
-    rpc_key: str
-    #: Asked before, oldest first.
-    families: list[tuple[Case, ...]] = field(default_factory=list)
-    #: Of what families share, how much came from stores before any fault (`recall`).
-    share_before: float = 0.0
-
-    @property
-    def cluster(self) -> LocalCluster:
-        return self.lab.cluster
-
-    def take(self) -> list[Case]:
-        """What the next scenario asks: a new family and some earlier ones."""
-        again = self.families[-_NUM_AGAIN:]
-        self.families.append(self.lab.take())
-        return [case for family in (self.families[-1], *again) for case in family]
-
-    @asynccontextmanager
-    async def load(self, cases: Sequence[Case]) -> AsyncIterator[Load]:
-        """Ask these while the context lasts, and until all that were asked are answered."""
-        load = Load(self.lab.client, cases)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(load.run())
-            try:
-                yield load
-            finally:
-                load.end()
-
-    # -- what lies where --
-
-    def chain(self, case: Case) -> tuple[BlockHash, ...]:
-        """The full blocks of a request and its answer, whose last token is not computed."""
-        tokens = [*case.prompt, *self.lab.expected[case.name][:-1]]
-        return tuple(hash_blocks(self.seed, tokens, _BLOCK_SIZE))
-
-    async def held(self, *node_ids: str) -> set[int]:
-        """The keys of all blocks that these nodes say they hold.
-
-        Raises:
-            MoonpoolError: One does not answer.
-        """
-        keys: set[int] = set()
-        for node_id in node_ids:
-            part = self.cluster.part(node_id)
-            key = WorkerKey(WorkerId(node_id), Incarnation(str(part.fact("incarnation"))))
-            address = str(part.fact("grpc_address"))
-            snapshot = await fetch_snapshot(address, key, key=self.rpc_key, deadline_s=5.0)
-            keys.update(map(int, snapshot.keys))
-        return keys
-
-    async def holds(self, store_id: str, keys: set[int]) -> bool:
-        """Whether a store says that it holds all of these; False while it does not answer."""
-        try:
-            return keys <= await self.held(store_id)
-        except MoonpoolError:
-            return False
-
-    async def has_written(self, store_id: str) -> bool:
-        """Whether all that a store holds lies on its disk."""
-        stats = (await self.cluster.store_report(store_id)).stats
-        return stats.num_unwritten_blocks == 0 and stats.num_disk_blocks >= stats.num_host_blocks
-
-    async def is_followed(self) -> bool:
-        """Whether the router believes of every node what it holds."""
-        try:
-            believed = {
-                cache.worker_id: cache.num_published_blocks
-                for cache in (await self.cluster.cache_stats()).workers
-                if cache.is_live
-            }
-            held = {node_id: len(await self.held(node_id)) for node_id in self.cluster.node_ids}
-        except MoonpoolError:
-            return False
-        return believed == held
-
-    async def is_listed(self) -> bool:
-        """Whether Redis has a record of every store, and of none else."""
-        # An optional extra: only whoever has several stores needs it.
-        from redis.asyncio import Redis
-        from redis.exceptions import RedisError
-
-        names = f"moonpool.{self.cluster.config.name}.stores"
-        try:
-            async with Redis.from_url(self.redis.url, decode_responses=True) as client:
-                listed = await client.smembers(names)
-        except (OSError, RedisError):
-            return False
-        return {name.partition("@")[0] for name in listed} == set(self.cluster.store_ids)
-
-    def at_home(self, store_id: str, *, joined: float) -> list[Case]:
-        """Requests asked before whose chains belong to a store that joined then, whoever is asked.
-
-        Nodes differ a little in when they heard of each other. It counts as younger here, and the others as
-        older, than they can be to anyone: what belongs to it all the same belongs to it for all.
-        """
-        now = asyncio.get_running_loop().time()
-        weights = {
-            other: ramp_weight(now - self.began, _RAMP_S) for other in self.cluster.store_ids
-        }
-        weights[WorkerId(store_id)] = ramp_weight(now - joined, _RAMP_S)
-        cases = [case for family in self.families for case in family]
-        return [case for case in cases if home_of(weights, home_key(self.chain(case))) == store_id]
-
-    # -- the last part of each scenario --
-
-    async def settle(self) -> list[str]:
-        """All are back, nobody holds anything, the router believes what is true; else what is wrong."""
-        problems = await self.lab.settle()
-        return problems + await within(
-            _RING_S, "the router knows who holds what", self.is_followed, poll_s=_LOOK_S
-        )
-
-    async def forget(self) -> list[str]:
-        """The workers hold nothing, and the router knows; else what is wrong."""
-        try:
-            for worker_id in self.cluster.worker_ids:
-                await self.cluster.clear_worker(worker_id)
-        except MoonpoolError as error:
-            return [error.message]
-        return []
-
-    async def recall(self) -> tuple[list[Outcome], float, list[str]]:
-        """One request of each family, asked of workers that hold nothing.
-
-        Beyond what a family shares, the router may name a store that holds less and is nearer.
-
-        Returns:
-            The answers, what share of all that families share came from stores, and what is wrong.
-        """
-        problems = await self.forget()
-        cases = [family[number % len(family)] for number, family in enumerate(self.families)]
-        outcomes = await self.lab.client.ask_all(cases)
-        num_shared = [_num_shared_tokens(family) for family in self.families]
-        num_found = [
-            min(outcome.done.usage.num_store_tokens, num_tokens) if outcome.done else 0
-            for outcome, num_tokens in zip(outcomes, num_shared, strict=True)
-        ]
-        return outcomes, sum(num_found) / sum(num_shared), problems + await self.settle()
-
-    async def judge(
-        self,
-        fault: str,
-        outcomes: list[Outcome],
-        problems: list[str],
-        *,
-        started: float,
-        note: str,
-    ) -> FaultReport:
-        """Whole, quiet, and as much is found as before any fault; the row."""
-        problems += await self.settle()
-        recalled, share, found = await self.recall()
-        problems += found
-        if share < MIN_RECOVERED * self.share_before:
-            problems.append(
-                f"{share:.0%} of what families share came from stores, {self.share_before:.0%} "
-                f"before any fault; at least {MIN_RECOVERED:.0%} of that must"
-            )
-        return self.lab.judge(
-            fault,
-            [*outcomes, *recalled],
-            problems=problems,
-            started=started,
-            note=f"{note}; from stores: {share:.0%} of what earlier families share, "
-            f"{self.share_before:.0%} before any fault",
-        )
-
-
-async def open_ring(lab: FaultLab, redis: RedisServer, *, began: float) -> Ring:
-    """Two of the lab's three stores, which know of each other.
-
-    Args:
-        redis: That of the configuration; it runs.
-        began: Loop time before the lab was opened.
-    """
-    config = lab.cluster.config
-    secret = load_or_create_secret(config.data_dir)
-    model = ModelNamespace(
-        model_fingerprint=resolve(config.model, data_dir=config.data_dir).fingerprint,
-        compute_dtype=config.dtype,
-        kv_dtype=config.dtype,
-        block_size=_BLOCK_SIZE,
-    )
-    await lab.cluster.remove_store(JOINS)
-    return Ring(
-        lab=lab,
-        redis=redis,
-        began=began,
-        seed=namespace_seed(Namespace(model=model, tenant=DEFAULT_TENANT), secret.value),
-        rpc_key=secret.rpc_key,
-    )
-
-
-# -- scenarios --
 
 
 async def run_without_fault(ring: Ring) -> FaultReport:
     """What the first families leave in two stores is what all that follows is measured by."""
     started = _now()
     problems = await within(
-        _RING_S, "the stores have found each other", ring.is_listed, poll_s=_LOOK_S
+        _RING_S, "the stores have found each other", ring.is_listed, poll_s=LOOK_S
     )
     families = [ring.lab.take() for _ in range(NUM_FIRST_FAMILIES)]
     ring.families += families
@@ -404,38 +66,35 @@ async def run_join(ring: Ring) -> FaultReport:
     """A third store comes under load. What it is the home of by then is there once it was asked for."""
     started = _now()
     async with ring.load(ring.take()) as load:
-        problems = await _until_running(ring, load)
-        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        problems = await load.running(ring.cluster)
         ring.cluster.start_store(JOINS)
         problems += await _joined(ring)
         joined = _now()
         problems += await load.once_more()
 
         async def has_home() -> bool:
-            return len(ring.at_home(JOINS, joined=joined)) >= _NUM_AT_HOME
+            return len(ring.at_home(JOINS, joined=joined)) >= ring.num_at_home
 
-        problems += await within(_JOIN_S, f"{JOINS} is home of something", has_home, poll_s=_LOOK_S)
-        num_during = len(load.outcomes) - num_before
+        problems += await within(_JOIN_S, f"{JOINS} is home of something", has_home, poll_s=LOOK_S)
+        num_during = load.num_since
     outcomes = load.outcomes
     problems += await ring.settle()
     # What workers hold already they do not offer again when a home changes by and by.
     problems += await ring.forget()
-    at_home = ring.at_home(JOINS, joined=joined)[:_NUM_AT_HOME]
-    outcomes += await ring.lab.client.ask_all(at_home)
-    wanted = {block_key(block_hash) for case in at_home for block_hash in ring.chain(case)}
-    problems += await within(
-        _RING_S,
-        f"{JOINS} holds the {len(wanted)} blocks of {len(at_home)} requests that it is the home of",
-        lambda: ring.holds(JOINS, wanted),
-        poll_s=_LOOK_S,
-    )
+    at_home = ring.at_home(JOINS, joined=joined)[: ring.num_at_home]
+    num_blocks = 0
+    for case in at_home:
+        outcomes.append(await ring.lab.client.ask(case))
+        wanted = {block_key(block_hash) for block_hash in ring.chain(case)}
+        num_blocks += len(wanted)
+        problems += await _holds(ring, JOINS, wanted, f"of {case.name}, which it is the home of")
     return await ring.judge(
         "a third store joins",
         outcomes,
         problems,
         started=started,
-        note=f"{num_in_flight} in flight when it came, {num_during} answered under load since; "
-        f"the {len(wanted)} blocks of {len(at_home)} requests that it is the home of are there",
+        note=f"{load.num_struck} in flight when it came, {num_during} answered under load since; "
+        f"the {num_blocks} blocks of {len(at_home)} requests that it is the home of are there",
     )
 
 
@@ -444,14 +103,13 @@ async def run_leave(ring: Ring) -> FaultReport:
     started = _now()
     async with ring.load(ring.take()) as load:
         problems = await load.once_more()
-        problems += await _until_running(ring, load)
-        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        problems += await load.running(ring.cluster)
         staying = [name for name in ring.cluster.store_ids if name != LEAVES]
         alone = await ring.held(LEAVES) - await ring.held(*staying)
         began_leaving = _now()
         await ring.cluster.remove_store(LEAVES)
         left_s = _now() - began_leaving
-        num_during = len(load.outcomes) - num_before
+        num_during = load.num_since
         lost = alone - await ring.held(*staying)
         problems += await load.once_more()
     if not alone:
@@ -463,7 +121,7 @@ async def run_leave(ring: Ring) -> FaultReport:
         load.outcomes,
         problems,
         started=started,
-        note=f"{num_in_flight} in flight when it began, {num_during} answered until it ended "
+        note=f"{load.num_struck} in flight when it began, {num_during} answered until it ended "
         f"{left_s:.1f} s later; {len(alone) - len(lost)} of {len(alone)} blocks that it alone "
         "held are handed over",
     )
@@ -472,33 +130,20 @@ async def run_leave(ring: Ring) -> FaultReport:
 async def run_kill(ring: Ring) -> FaultReport:
     """A store dies under load and comes back; all that it had written is there again."""
     started = _now()
-    written = await ring.held(DIES)
-    problems = await within(
-        _RING_S, f"{DIES} has written", lambda: ring.has_written(DIES), poll_s=_LOOK_S
-    )
-    part = ring.cluster.part(DIES)
-    num_starts = part.num_starts
+    problems, written = await _written(ring)
+    num_starts = ring.cluster.part(DIES).num_starts
     async with ring.load(ring.take()) as load:
-        problems += await _until_running(ring, load)
-        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        problems += await load.running(ring.cluster)
         await ring.cluster.kill(DIES)
-        problems += await ring.lab.died(DIES, num_starts)
-        problems += await within(
-            _JOIN_S,
-            f"{DIES} holds what it had written",
-            lambda: ring.holds(DIES, written),
-            poll_s=_LOOK_S,
-        )
-        num_during = len(load.outcomes) - num_before
+        problems += await _store_back(ring, num_starts, written)
+        num_during = load.num_since
         problems += await load.once_more()
-    if not written:
-        problems.append(f"{DIES} had written nothing")
     return await ring.judge(
         "kill -9 a store, it comes back",
         load.outcomes,
         problems,
         started=started,
-        note=f"{num_in_flight} in flight when it died, {num_during} answered until it was back with "
+        note=f"{load.num_struck} in flight when it died, {num_during} answered until it was back with "
         f"the {len(written)} blocks that it had written",
     )
 
@@ -506,27 +151,15 @@ async def run_kill(ring: Ring) -> FaultReport:
 async def run_redis_restart(ring: Ring) -> FaultReport:
     """Redis dies under load, stays away for a while, and comes back empty."""
     started = _now()
-    mark = LogMark.now(ring.cluster)
-
-    async def is_missed() -> bool:
-        return all(mark.events(name, "directory.lost") for name in ring.cluster.store_ids)
-
-    async def is_listening() -> bool:
-        return ring.redis.is_listening
-
     async with ring.load(ring.take()) as load:
-        problems = await _until_running(ring, load)
-        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        problems = await load.running(ring.cluster)
+        mark = LogMark.now(ring.cluster)
         ring.redis.kill()
-        problems += await within(_RING_S, "every store misses Redis", is_missed)
+        problems += await _missed_redis(ring, mark)
         problems += await load.once_more()
-        num_during = len(load.outcomes) - num_before
-        ring.redis.launch()
-        problems += await within(_RING_S, "Redis listens", is_listening)
+        num_during = load.num_since
         back = _now()
-        problems += await within(
-            _RING_S, "Redis knows every store again", ring.is_listed, poll_s=_LOOK_S
-        )
+        problems += await _redis_back(ring)
         listed_s = _now() - back
         problems += await load.once_more()
     return await ring.judge(
@@ -534,61 +167,75 @@ async def run_redis_restart(ring: Ring) -> FaultReport:
         load.outcomes,
         problems,
         started=started,
-        note=f"{num_in_flight} in flight when it died, {num_during} answered while it was away; "
-        f"it knew all stores again after {listed_s:.1f} s",
+        note=f"{load.num_struck} in flight when it died, {num_during} answered while it was away; "
+        f"{listed_s:.1f} s later it knew all stores again",
     )
 
 
 async def run_nats_restart(ring: Ring) -> FaultReport:
     """The broker dies under load, stays away for a while, and comes back."""
     started = _now()
-
-    async def is_missed() -> bool:
-        return not (await ring.cluster.status()).is_bus_connected
-
-    async def is_back() -> bool:
-        return (await ring.cluster.status()).is_bus_connected
-
     async with ring.load(ring.take()) as load:
-        problems = await _until_running(ring, load)
-        num_in_flight, num_before = load.num_in_flight, len(load.outcomes)
+        problems = await load.running(ring.cluster)
         await ring.cluster.kill_nats()
-        problems += await within(_BUS_S, "the router misses the broker", is_missed)
+        problems += await _bus_is(ring, False)
         problems += await load.once_more()
-        num_during = len(load.outcomes) - num_before
+        num_during = load.num_since
         await ring.cluster.start_nats()
-        problems += await within(_BUS_S, "the router has the broker again", is_back)
+        problems += await _bus_is(ring, True)
         problems += await load.once_more()
     return await ring.judge(
         "NATS killed and restarted",
         load.outcomes,
         problems,
         started=started,
-        note=f"{num_in_flight} in flight when it died, {num_during} answered while it was away",
+        note=f"{load.num_struck} in flight when it died, {num_during} answered while it was away",
     )
 
 
-SCENARIOS: tuple[Callable[[Ring], Awaitable[FaultReport]], ...] = (
+async def run_all_at_once(ring: Ring) -> FaultReport:
+    """Redis, the broker and a store die at once under load, and come back."""
+    started = _now()
+    problems, written = await _written(ring)
+    num_starts = ring.cluster.part(DIES).num_starts
+    async with ring.load(ring.take()) as load:
+        problems += await load.running(ring.cluster)
+        mark = LogMark.now(ring.cluster)
+        ring.redis.kill()
+        await ring.cluster.kill_nats()
+        await ring.cluster.kill(DIES)
+        problems += await _bus_is(ring, False)
+        problems += await _missed_redis(ring, mark, but=DIES)
+        problems += await load.once_more()
+        num_during = load.num_since
+        await ring.cluster.start_nats()
+        problems += await _redis_back(ring)
+        problems += await _bus_is(ring, True)
+        problems += await _store_back(ring, num_starts, written)
+        problems += await load.once_more()
+    return await ring.judge(
+        "Redis, NATS and a store killed at once, all come back",
+        load.outcomes,
+        problems,
+        started=started,
+        note=f"{load.num_struck} in flight when they died, {num_during} answered while they were "
+        f"away; the store is back with the {len(written)} blocks that it had written",
+    )
+
+
+RING_SCENARIOS: tuple[Callable[[Ring], Awaitable[FaultReport]], ...] = (
     run_without_fault,
     run_join,
     run_leave,
     run_kill,
     run_redis_restart,
     run_nats_restart,
+    run_all_at_once,
 )
-NUM_FAMILIES = NUM_FIRST_FAMILIES + len(SCENARIOS) - 1
+NUM_RING_FAMILIES = NUM_FIRST_FAMILIES + len(RING_SCENARIOS) - 1
 
 
 # -- parts --
-
-
-async def _until_running(ring: Ring, load: Load) -> list[str]:
-    """Until workers are at requests that have not been answered; else what is wrong."""
-
-    async def is_running() -> bool:
-        return load.num_in_flight > 0 and (await ring.cluster.status()).num_running > 0
-
-    return await within(_RUNNING_S, "requests run when the fault is to happen", is_running)
 
 
 async def _joined(ring: Ring) -> list[str]:
@@ -597,16 +244,64 @@ async def _joined(ring: Ring) -> list[str]:
         await ring.cluster.wait_ready(timeout_s=_JOIN_S)
     except MoonpoolError as error:
         return [error.message]
-    return await within(_RING_S, "the stores have found each other", ring.is_listed, poll_s=_LOOK_S)
+    return await within(_RING_S, "the stores have found each other", ring.is_listed, poll_s=LOOK_S)
+
+
+async def _written(ring: Ring) -> tuple[list[str], set[int]]:
+    """What DIES holds, once all of it lies on its disk. What is wrong comes first."""
+    written = await ring.held(DIES)
+    problems = await within(
+        _RING_S, f"{DIES} has written", lambda: ring.has_written(DIES), poll_s=LOOK_S
+    )
+    return problems + ([] if written else [f"{DIES} holds nothing"]), written
+
+
+async def _store_back(ring: Ring, num_starts: int, written: set[int]) -> list[str]:
+    """DIES lives again, in a life after `num_starts`, and has all that it had written; else what is wrong."""
+    problems = await ring.lab.died(DIES, num_starts)
+    return problems + await _holds(ring, DIES, written, "that it had written")
+
+
+async def _holds(ring: Ring, store_id: str, keys: set[int], which: str) -> list[str]:
+    """A store holds these blocks, or does soon; else what is wrong."""
+    return await within(
+        _JOIN_S,
+        f"{store_id} holds the {len(keys)} blocks {which}",
+        lambda: ring.holds(store_id, keys),
+        poll_s=LOOK_S,
+    )
+
+
+async def _missed_redis(ring: Ring, mark: LogMark, *, but: str = "") -> list[str]:
+    """Every store that lives has noticed since then that Redis is away; else what is wrong."""
+
+    async def is_missed() -> bool:
+        alive = [name for name in ring.cluster.store_ids if name != but]
+        return all(mark.events(name, "directory.lost") for name in alive)
+
+    return await within(_RING_S, "every store misses Redis", is_missed, poll_s=LOOK_S)
+
+
+async def _redis_back(ring: Ring) -> list[str]:
+    """Redis is started, and knows every store; else what is wrong."""
+
+    async def is_listening() -> bool:
+        return ring.redis.is_listening
+
+    ring.redis.launch()
+    return await within(_RING_S, "Redis listens", is_listening) + await within(
+        _JOIN_S, "Redis knows every store again", ring.is_listed, poll_s=LOOK_S
+    )
+
+
+async def _bus_is(ring: Ring, is_there: bool) -> list[str]:
+    """The router has the broker, or not; else what is wrong."""
+
+    async def is_so() -> bool:
+        return (await ring.cluster.status()).is_bus_connected is is_there
+
+    return await within(_BUS_S, f"the router {'has' if is_there else 'misses'} the broker", is_so)
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _num_shared_tokens(family: Sequence[Case]) -> int:
-    """Tokens of the full blocks with which all prompts of a family begin."""
-    num_tokens = min(len(case.prompt) for case in family)
-    while len({case.prompt[:num_tokens] for case in family}) > 1:
-        num_tokens -= 1
-    return num_tokens // _BLOCK_SIZE * _BLOCK_SIZE
