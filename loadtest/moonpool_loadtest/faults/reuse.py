@@ -253,14 +253,6 @@ async def run_two_routers(lab: FaultLab) -> FaultReport:
             ]
         outcomes += [outcome for task in asking for outcome in task.result()]
         problems += await settle(lab)
-        refusals = [
-            placed["after"]
-            for router in cluster.router_names
-            for placed in mark.events(router, "request.placed")
-            if placed.get("after", "").endswith("refused: no_blocks")
-        ]
-        if not refusals:
-            problems.append("no worker was ever short of blocks")
 
         leaving = [*lab.take_for_leavers(), *lab.take_for_leavers()]
         async with asyncio.TaskGroup() as tasks:
@@ -287,6 +279,14 @@ async def run_two_routers(lab: FaultLab) -> FaultReport:
         ]
         problems += await lab.died(OTHER_ROUTER, num_starts)
         problems += await settle(lab)
+        refusals = [
+            placed["after"]
+            for router in cluster.router_names
+            for placed in mark.events(router, "request.placed")
+            if placed.get("after", "").endswith("refused: no_blocks")
+        ]
+        if not refusals:
+            problems.append("no worker was ever short of blocks")
         problems += [
             f"{name} crashed"
             for name, num in num_lives.items()
