@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,12 +80,13 @@ class Ring:
             while takes := book.takes(self.now):
                 for take in takes:
                     assert take.source.worker_id != store_id
+                    is_held = take.hashes in self.chains[store_id]
                     if take.hashes in self.chains[take.source.worker_id]:
                         self.chains[store_id].add(take.hashes)
                         source = self.books[take.source.worker_id]
                         source.note_lent(take.hashes, self.now)
                         source.note_returned(take.hashes, store_id, self.now)
-                    book.on_taken(take, is_refused=False)
+                    book.on_taken(take, is_refused=False, is_held=is_held)
                 taken += takes
             book.validate()
         return taken
@@ -218,7 +221,7 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     assert len(takes) == CONFIG.max_takes
     # However long they take.
     assert taker.takes(ring.now + 100.0) == []
-    taker.on_taken(takes[0], is_refused=False)
+    taker.on_taken(takes[0], is_refused=False, is_held=True)
     assert len(taker.takes(ring.now)) == 1
     taker.validate()
 
@@ -234,24 +237,58 @@ def test_what_was_refused_is_offered_again_at_the_next_view() -> None:
     view = RingView.of([leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now)])
     taker.on_view(view)
     first, *others = taker.takes(ring.now)
-    taker.on_taken(first, is_refused=True)
+    taker.on_taken(first, is_refused=True, is_held=False)
     taker.validate()
     # Others may be let in: these come before it.
     others += taker.takes(ring.now)
     for take in others:
-        taker.on_taken(take, is_refused=False)
+        taker.on_taken(take, is_refused=False, is_held=True)
     others += taker.takes(ring.now)
     assert sorted(take.hashes for take in (first, *others)) == sorted(held)
     assert taker.takes(ring.now) == []
     taker.validate()
-    taker.on_taken(others[-1], is_refused=False)
+    taker.on_taken(others[-1], is_refused=False, is_held=True)
     taker.on_view(view)
     assert taker.takes(ring.now + 1.0) == [first]
     taker.validate()
     # What was taken is not.
-    taker.on_taken(first, is_refused=False)
+    taker.on_taken(first, is_refused=False, is_held=True)
     taker.on_view(view)
     assert taker.takes(ring.now + 2.0) == []
+
+
+def test_what_a_leaving_node_asks_for_is_taken_until_nothing_is_wanted_of_it() -> None:
+    ring = Ring("s0", "s1")
+    ring.beat()
+    leaver, taker = ring.books[WorkerId("s0")], ring.books[WorkerId("s1")]
+    member = ring.members[WorkerId("s0")]
+
+    def takes(*, is_draining: bool, asks: bool = True) -> list[TakeChain]:
+        ring.now += 0.1
+        record = leaver.record(replace(member, is_draining=is_draining), ring.now, ring.now)
+        taker.on_view(RingView.of([record if asks else StoreRecord(member=member)]))
+        taken = taker.takes(ring.now)
+        taker.validate()
+        return taken
+
+    # It is taken as whatever is read at the wrong place, and comes only in part.
+    what = next(what for what in map(chain, range(100)) if ring.home(what) == "s1")
+    leaver.note_lent(what, ring.now)
+    (moved,) = takes(is_draining=False)
+    taker.on_taken(moved, is_refused=False, is_held=False)
+    assert takes(is_draining=False) == []
+    # For its source leaves there is no later.
+    leaver.leave()
+    for is_held in (False, False, True):
+        (take,) = takes(is_draining=True)
+        assert take == replace(moved, is_source_leaving=True)
+        taker.on_taken(take, is_refused=False, is_held=is_held)
+        assert taker.takes(ring.now) == []
+    for _ in range(3):
+        assert takes(is_draining=True) == []
+    # What lies there is forgotten with the ask.
+    assert takes(is_draining=True, asks=False) == []
+    assert takes(is_draining=True) == [take]
 
 
 def test_only_the_one_that_is_to_take_it_ends_an_ask_and_at_its_end() -> None:

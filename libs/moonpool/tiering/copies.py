@@ -14,7 +14,8 @@ Rules
   come in order, for a few at a time: as long as one comes for others, what stands behind these is asked for.
 - A few chains are taken at a time, each from the offer to this node's own core until its reading has ended.
   What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
-  What its core refused is offered again when the next view comes.
+  What its core refused is offered again when the next view comes, and what a node that leaves asks for until
+  nothing is wanted of it: a part of it may have been on its way there, or lost on its way here.
 - All of it is advice. Without neighbours nothing is noted, nothing is asked and nothing is taken; what was
   noted before stays, as far as there is room: a directory that has lost its records has them again soon.
 
@@ -78,6 +79,8 @@ class TakeChain:
     address: str
     tenant: str
     hashes: tuple[BlockHash, ...]
+    #: That node leaves: what does not come now will never.
+    is_source_leaving: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,11 +119,12 @@ class CopyBook:
         #: By the last block: what a node that leaves asks for now, and all blocks of what it has asked for.
         self._asked: dict[BlockHash, _Asked] = {}
         self._covered: set[BlockHash] = set()
-        #: By their last blocks: chains that are taken now, those that were refused since the last view, and
-        #: when those that were begun may be taken again.
+        #: By their last blocks: chains that are taken now, those that are offered again at the next view, when
+        #: those that were begun may be taken again, and what nodes that leave ask for and lies here.
         self._taking: set[BlockHash] = set()
         self._refused: set[BlockHash] = set()
         self._taken: OrderedDict[BlockHash, float] = OrderedDict()
+        self._held: set[BlockHash] = set()
 
     # -- what happens --
 
@@ -156,18 +160,29 @@ class CopyBook:
             member.key.worker_id != self._store_id for member in view.members
         )
         self._refused.clear()
+        self._held &= {
+            copy.hashes[-1]
+            for member, copy in view.copies_for(self._store_id)
+            if member.is_draining
+        }
 
     def leave(self) -> None:
         """This node leaves the ring, and still lends what it holds. Idempotent."""
         self._is_leaving = True
 
-    def on_taken(self, take: TakeChain, *, is_refused: bool) -> None:
-        """A TakeChain has ended, however it went."""
+    def on_taken(self, take: TakeChain, *, is_refused: bool, is_held: bool) -> None:
+        """A TakeChain has ended, however it went.
+
+        Args:
+            is_held: Nothing was wanted of it: all of it lay here already.
+        """
         last_hash = take.hashes[-1]
         self._taking.remove(last_hash)
-        if is_refused:
+        if is_refused or (take.is_source_leaving and not is_held):
             self._taken.pop(last_hash, None)
             self._refused.add(last_hash)
+        elif take.is_source_leaving:
+            self._held.add(last_hash)
 
     # -- what comes of it --
 
@@ -203,8 +218,10 @@ class CopyBook:
             if len(self._taking) >= self._config.max_takes:
                 break
             last_hash = copy.hashes[-1]
-            if last_hash in self._taken or last_hash in self._taking or last_hash in self._refused:
+            is_done = last_hash in (self._held if member.is_draining else self._taken)
+            if is_done or last_hash in self._taking or last_hash in self._refused:
                 continue
+            self._taken.pop(last_hash, None)
             self._taken[last_hash] = now + self._config.retake_s
             self._taking.add(last_hash)
             takes.append(
@@ -213,6 +230,7 @@ class CopyBook:
                     address=member.address,
                     tenant=copy.tenant,
                     hashes=copy.hashes,
+                    is_source_leaving=member.is_draining,
                 )
             )
         return takes

@@ -147,15 +147,16 @@ class Neighbours:
             source=SourceRef(key=take.source, address=take.address),
             deadline_s=TAKE_TIMEOUT_S,
         )
-        is_refused = True
+        is_refused, is_held = True, False
         try:
             answer = await self._take_offer(offer)
             is_refused = answer.refusal is not None
+            is_held = not (is_refused or answer.num_wanted_blocks)
         except UnavailableError:
             # This node stops.
             return
         finally:
-            self._book.on_taken(take, is_refused=is_refused)
+            self._book.on_taken(take, is_refused=is_refused, is_held=is_held)
         if answer.num_wanted_blocks:
             log.debug("store.taken", source=str(take.source), num_blocks=answer.num_wanted_blocks)
         self._take()
