@@ -57,7 +57,7 @@ async def ring(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ring]:
         )
         began = asyncio.get_running_loop().time()
         async with fault_lab(config, sets, is_whole=True) as lab:
-            yield await open_ring(lab, redis, began=began, num_at_home=1)
+            yield await open_ring(lab, redis, began=began, num_at_home=1, num_at_once=2)
 
 
 @pytest.mark.parametrize("scenario", _SCENARIOS, ids=[run.__name__ for run in _SCENARIOS])

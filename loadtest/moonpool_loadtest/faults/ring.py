@@ -40,7 +40,6 @@ MIN_RECOVERED = 0.95
 LOOK_S = 0.1
 
 _BLOCK_SIZE = 16
-_NUM_AT_ONCE = 4
 #: Earlier families of which the load asks again.
 _NUM_AGAIN = 2
 _RUNNING_S = 10.0
@@ -111,9 +110,10 @@ def ring_config(
 class Load:
     """Requests that are asked in turn, again and again, so many at a time. Made by `Ring.load`."""
 
-    def __init__(self, client: Client, cases: Sequence[Case]) -> None:
+    def __init__(self, client: Client, cases: Sequence[Case], *, num_at_once: int) -> None:
         self._client = client
         self._cases = cases
+        self._num_at_once = num_at_once
         self._num_asked = 0
         self._is_ended = False
         self._num_before = 0
@@ -125,7 +125,7 @@ class Load:
     async def run(self) -> None:
         """Until `end` was called and what is in flight is answered; or until one fails."""
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(_NUM_AT_ONCE):
+            for _ in range(self._num_at_once):
                 tasks.create_task(self._ask())
 
     def end(self) -> None:
@@ -180,6 +180,8 @@ class Ring:
     rpc_key: str
     #: Requests that must belong to a node that has come, before it is looked for what it has of them.
     num_at_home: int
+    #: Requests of a load.
+    num_at_once: int
     #: Asked before, oldest first.
     families: list[tuple[Case, ...]] = field(default_factory=list)
     #: Of what families share, how much came from stores before any fault (`recall`).
@@ -198,7 +200,7 @@ class Ring:
     @asynccontextmanager
     async def load(self, cases: Sequence[Case]) -> AsyncIterator[Load]:
         """Ask these while the context lasts, and until all that were asked are answered."""
-        load = Load(self.lab.client, cases)
+        load = Load(self.lab.client, cases, num_at_once=self.num_at_once)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(load.run())
             try:
@@ -348,7 +350,7 @@ class Ring:
 
 
 async def open_ring(
-    lab: FaultLab, redis: RedisServer, *, began: float, num_at_home: int = 4
+    lab: FaultLab, redis: RedisServer, *, began: float, num_at_home: int = 4, num_at_once: int = 4
 ) -> Ring:
     """A ring of two of the lab's three stores.
 
@@ -356,6 +358,7 @@ async def open_ring(
         redis: That of the configuration; it runs.
         began: Loop time before the lab was opened.
         num_at_home: Of requests; the more, the longer it takes until a store that has come is home of so many.
+        num_at_once: Requests of a load that are in flight.
     """
     config = lab.cluster.config
     secret = load_or_create_secret(config.data_dir)
@@ -373,6 +376,7 @@ async def open_ring(
         seed=namespace_seed(Namespace(model=model, tenant=DEFAULT_TENANT), secret.value),
         rpc_key=secret.rpc_key,
         num_at_home=num_at_home,
+        num_at_once=num_at_once,
     )
 
 
