@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moonpool import native
+from moonpool.engine.linear import round_to_int8
 from moonpool.native import PackedLinear
 
 HIDDEN, MIDDLE, QKV, VOCAB = 576, 1536, 960, 49_152
@@ -40,8 +41,8 @@ def plain(weight: Tensor) -> Product:
     return lambda x: functional.linear(x, kept)
 
 
-def packed(weight: np.ndarray) -> Product:
-    linear = native.kernels().pack_linear(weight, None)
+def packed(weight: np.ndarray, scale: np.ndarray | None = None) -> Product:
+    linear = native.kernels().pack_linear(weight, None, scale)
     if linear is None:
         raise SystemExit(native.status().message)
     return lambda x: multiply(linear, x)
@@ -60,7 +61,13 @@ def native_float32(weight: Tensor) -> Product:
     return packed(weight.numpy())
 
 
+def native_int8(weight: Tensor) -> Product:
+    rounded, scale = round_to_int8(weight)
+    return packed(rounded.numpy(), scale.numpy())
+
+
 ARMS: dict[str, Callable[[Tensor], Product]] = {
+    "native int8": native_int8,
     "native bfloat16": native_bfloat16,
     "native float32": native_float32,
     "oneDNN float32": onednn,

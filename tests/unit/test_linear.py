@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moonpool import native
-from moonpool.engine.linear import Linear, has_native_bfloat16
+from moonpool.engine.linear import Linear, has_native_bfloat16, round_to_int8
 from moonpool.native.fallback import FallbackKernels
 
 FORMS = {"native": native.kernels(), "torch": FallbackKernels()}
@@ -33,6 +33,29 @@ def test_any_number_of_rows(form: str, stored: torch.dtype, has_bias: bool) -> N
         x = torch.randn(num_rows, 50)[:, 3:43]
         expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
         torch.testing.assert_close(linear(x), expected.float(), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_int8_is_the_product_with_rounded_weights(
+    form: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(72, 40) * torch.rand(72, 1)
+    weight[5] = 0.0
+    bias = torch.randn(72, dtype=dtype) if has_bias else None
+    rounded, scale = round_to_int8(weight)
+    exact = rounded.double() * scale.double()[:, None]
+    assert ((exact - weight).abs() <= 0.5001 * scale[:, None]).all()
+    assert (rounded.abs().amax(dim=1) == torch.where(torch.arange(72) == 5, 0, 127)).all()
+    linear = Linear(weight, bias, dtype=dtype, kernels=FORMS[form], quantization="int8")
+    x = torch.randn(7, 40).to(dtype)
+    expected = x.double() @ exact.t() + (0 if bias is None else bias.double())
+    found = linear(x)
+    assert found.dtype is dtype
+    tolerance = 2e-5 if dtype is torch.float32 else 4e-2
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.skipif(

@@ -21,7 +21,7 @@ ISAS = ALL_ISAS[: ALL_ISAS.index(native.status().isa) + 1]
 SHAPES = [(1, 1), (7, 3), (16, 16), (17, 33), (48, 64), (130, 65), (576, 200), (1000, 31)]
 
 isas = pytest.mark.parametrize("isa", ISAS)
-formats = pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+formats = pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.int8])
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
@@ -30,14 +30,31 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def as_float32(weight: np.ndarray) -> np.ndarray:
-    if weight.dtype == np.float32:
-        return weight
-    return (weight.astype(np.uint32) << 16).view(np.float32)
+    """Without the scale, for int8."""
+    if weight.dtype == np.uint16:
+        return (weight.astype(np.uint32) << 16).view(np.float32)
+    return weight.astype(np.float32)
 
 
 def random_weight(shape: tuple[int, int], dtype: type, seed: int = 1) -> np.ndarray:
-    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    rng = np.random.default_rng(seed)
+    if dtype is np.int8:
+        return rng.integers(-127, 128, shape).astype(np.int8)
+    values = rng.standard_normal(shape).astype(np.float32)
     return values if dtype is np.float32 else bfloat16_bits(values)
+
+
+def scale_of(weight: np.ndarray) -> np.ndarray | None:
+    """Of some size for each output, for int8."""
+    if weight.dtype != np.int8:
+        return None
+    return np.random.default_rng(5).uniform(0.001, 0.02, len(weight)).astype(np.float32)
+
+
+def packed(
+    weight: np.ndarray, bias: np.ndarray | None = None, isa: str | None = None
+) -> CompiledLinear:
+    return CompiledLinear(LIBRARY, weight, bias, scale=scale_of(weight), isa=isa)
 
 
 def random_rows(num_rows: int, num_in: int, seed: int = 2) -> np.ndarray:
@@ -63,8 +80,10 @@ def multiply(linear: CompiledLinear, x: np.ndarray) -> np.ndarray:
 def test_equals_the_product_in_float64(isa: str, dtype: type, shape: tuple[int, int]) -> None:
     weight = random_weight(shape, dtype)
     bias = random_rows(1, shape[0], seed=3)[0]
-    linear = CompiledLinear(LIBRARY, weight, bias, isa=isa)
+    linear = packed(weight, bias, isa)
     exact = as_float32(weight).astype(np.float64)
+    if weight.dtype == np.int8:
+        exact *= scale_of(weight)[:, None]
     for num_rows in (*range(1, 17), 40):
         x = random_rows(num_rows, shape[1])
         expected = x.astype(np.float64) @ exact.T + bias
@@ -77,7 +96,7 @@ def test_equals_the_product_in_float64(isa: str, dtype: type, shape: tuple[int, 
 @formats
 @pytest.mark.parametrize("shape", [(17, 33), (576, 1536), (130, 65)], ids=str)
 def test_a_row_is_the_same_bits_in_any_batch(isa: str, dtype: type, shape: tuple[int, int]) -> None:
-    linear = CompiledLinear(LIBRARY, random_weight(shape, dtype), None, isa=isa)
+    linear = packed(random_weight(shape, dtype), isa=isa)
     x = random_rows(100, shape[1])
     alone = np.concatenate([multiply(linear, x[row : row + 1]) for row in range(len(x))])
     for num_rows in (*range(2, 17), 31, 64, 100):
@@ -87,11 +106,7 @@ def test_a_row_is_the_same_bits_in_any_batch(isa: str, dtype: type, shape: tuple
 @formats
 def test_variants_with_fused_multiply_add_give_the_same_bits(dtype: type) -> None:
     weight, x = random_weight((130, 65), dtype), random_rows(9, 65)
-    fused = [
-        multiply(CompiledLinear(LIBRARY, weight, None, isa=isa), x)
-        for isa in ISAS
-        if isa != "baseline"
-    ]
+    fused = [multiply(packed(weight, isa=isa), x) for isa in ISAS if isa != "baseline"]
     assert all(np.array_equal(one, fused[0]) for one in fused)
 
 
@@ -106,21 +121,33 @@ def test_a_format_changes_the_bytes_and_not_the_bits_of_a_result(isa: str) -> No
 
 
 @isas
+def test_int8_is_a_quarter_of_the_bytes_and_scaled_in_the_end(isa: str) -> None:
+    weight, x = random_weight((130, 65), np.int8), random_rows(9, 65)
+    one, scale = packed(weight, isa=isa), scale_of(weight)
+    other = CompiledLinear(LIBRARY, as_float32(weight), None, isa=isa)
+    assert np.array_equal(multiply(one, x), multiply(other, x) * scale)
+    assert one.size_bytes < 0.27 * other.size_bytes
+
+
+@isas
 @formats
 def test_whole_numbers_are_exact(isa: str, dtype: type) -> None:
     rng = np.random.default_rng(4)
     weight = rng.integers(-8, 9, (53, 77)).astype(np.float32)
     x = rng.integers(-8, 9, (11, 77)).astype(np.float32)
     bias = np.arange(53, dtype=np.float32)
-    stored = weight if dtype is np.float32 else bfloat16_bits(weight)
-    linear = CompiledLinear(LIBRARY, stored, bias, isa=isa)
+    stored = bfloat16_bits(weight) if dtype is np.uint16 else weight.astype(dtype)
+    scale = np.full(53, 0.5, np.float32) if dtype is np.int8 else None
+    linear = CompiledLinear(LIBRARY, stored, bias, scale=scale, isa=isa)
+    if scale is not None:
+        weight *= 0.5
     assert np.array_equal(multiply(linear, x), x @ weight.T + bias)
 
 
 @isas
 @formats
 def test_a_row_that_is_not_finite_stays_alone(isa: str, dtype: type) -> None:
-    linear = CompiledLinear(LIBRARY, random_weight((33, 19), dtype), None, isa=isa)
+    linear = packed(random_weight((33, 19), dtype), isa=isa)
     x = random_rows(8, 19)
     expected = multiply(linear, x)
     x[5, 18] = np.inf
@@ -138,14 +165,19 @@ def test_takes_a_strided_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "bias"),
+    ("weight", "bias", "scale", "what"),
     [
-        (np.zeros((4, 4), np.float64), None),
-        (np.zeros((0, 4), np.float32), None),
-        (np.zeros((4, 4), np.float32), np.zeros(5, np.float32)),
-        (np.zeros((4, 4), np.float32), np.zeros(4, np.float64)),
+        (np.zeros((4, 4), np.float64), None, None, "weight"),
+        (np.zeros((0, 4), np.float32), None, None, "weight"),
+        (np.zeros((4, 4), np.float32), np.zeros(5, np.float32), None, "bias"),
+        (np.zeros((4, 4), np.float32), np.zeros(4, np.float64), None, "bias"),
+        (np.zeros((4, 4), np.float32), None, np.ones(4, np.float32), "scale"),
+        (np.zeros((4, 4), np.int8), None, None, "scale"),
+        (np.zeros((4, 4), np.int8), None, np.ones(3, np.float32), "scale"),
     ],
 )
-def test_refuses_what_it_cannot_pack(weight: np.ndarray, bias: np.ndarray | None) -> None:
-    with pytest.raises(ValueError, match=r"weight|bias"):
-        CompiledLinear(LIBRARY, weight, bias)
+def test_refuses_what_it_cannot_pack(
+    weight: np.ndarray, bias: np.ndarray | None, scale: np.ndarray | None, what: str
+) -> None:
+    with pytest.raises(ValueError, match=what):
+        CompiledLinear(LIBRARY, weight, bias, scale=scale)

@@ -165,6 +165,9 @@ def up(
     ] = None,
     host_size: Annotated[str | None, typer.Option(help="Memory of each store, like 1GiB.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="int8: weights of 1 byte. Default: none.")
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of both doors; not loopback needs --api-key.")
     ] = None,
@@ -279,6 +282,7 @@ def up(
         "data_dir": data_dir,
         "model": model,
         "dtype": dtype,
+        "quantization": quantization,
         "local_prefill_tokens": local_prefill_tokens,
         "nats.url": nats_url,
         "nats.port": nats_port,

@@ -38,6 +38,7 @@ FLAG_BY_KEY = {
     "data_dir": "--data-dir",
     "model": "--model",
     "dtype": "--dtype",
+    "quantization": "--quantization",
     "local_prefill_tokens": "--local-prefill-tokens",
     "nats.url": "--nats-url",
     "nats.port": "--nats-port",

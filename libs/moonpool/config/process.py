@@ -18,6 +18,7 @@ from moonpool.config.schema import (
     ClusterConfig,
     ClusterName,
     Dtype,
+    Quantization,
     RoleName,
     RouterSettings,
     Section,
@@ -38,12 +39,20 @@ class CommonSettings(Section):
     data_dir: Path
     model: str
     dtype: Dtype
+    quantization: Quantization = "none"
     #: With the broker's credentials, if it has any.
     nats_url: str = Field(repr=False)
     local_prefill_tokens: int
     telemetry: TelemetrySettings
     failpoints: str = ""
     unsafe_failpoints: bool = False
+
+    @property
+    def compute_dtype(self) -> str:
+        """What a model is computed in, as a namespace names it: other weights, other KV."""
+        if self.quantization == "none":
+            return self.dtype
+        return f"{self.dtype}-{self.quantization}"
 
 
 class RouterConfig(Section):
@@ -176,6 +185,7 @@ def _common(cluster: ClusterConfig, nats_url: str) -> CommonSettings:
         data_dir=cluster.data_dir,
         model=cluster.model,
         dtype=cluster.dtype,
+        quantization=cluster.quantization,
         nats_url=nats_url,
         local_prefill_tokens=cluster.local_prefill_tokens,
         telemetry=cluster.telemetry,

@@ -30,6 +30,7 @@ from moonpool.config.values import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "int8"]
 RoleName = Literal["prefill", "decode", "both"]
 #: moonpool.routing.config.PolicyName
 RouterMode = Literal[
@@ -385,6 +386,8 @@ class ClusterConfig(Section):
     #: A name that `moonpool pull` knows, or a directory.
     model: Annotated[str, StringConstraints(min_length=1, max_length=4_096)] = "smollm2-135m"
     dtype: Dtype = "bfloat16"
+    #: int8: linears' weights in 1 byte each, and a scale for each output.
+    quantization: Quantization = "none"
     #: Uncached tokens up to which a decode worker prefills itself.
     local_prefill_tokens: int = Field(default=256, ge=0, le=2**20)
     nats: NatsSettings = NatsSettings()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from moonpool.kv.eviction import EvictionName
+
+#: How the weights of linears are rounded when they are loaded.
+Quantization = Literal["none", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,10 @@ a weight of bfloat16 in 2 bytes and expands it in registers, and one of float32 
 is bound by reading the weights once, and many rows are multiplied as fast as oneDNN multiplies float32.
 A row's result does not depend on the other rows. It works in one thread.
 
+A weight may be rounded to int8, which is what each output's largest weight is 127 of (Quantization). The C
+library keeps it in 1 byte on any CPU, since what a decode step waits for is reading it; without that
+library its values are kept as others are.
+
 Otherwise oneDNN: a weight is packed once, so that no step reorders it. One row of float32 is as fast as
 memory only along the longer side of the matrix: for that a second, plain copy is kept (8 bytes a
 weight). bfloat16 needs no copy. What oneDNN does not pack on this CPU stays a plain matrix.
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moonpool.core.config import Quantization
 from moonpool.native import Kernels, PackedLinear
 
 #: Rows that oneDNN's packing is chosen for: a small decode batch. Prefill loses nothing by it.
@@ -26,20 +31,36 @@ _TYPICAL_ROWS = 8
 class Linear:
     """y = x W^T + b for a fixed W [out, in]."""
 
-    __slots__ = ("_bias", "_native", "_packed", "_plain")
+    __slots__ = ("_bias", "_dtype", "_native", "_packed", "_plain")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype, kernels: Kernels
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        quantization: Quantization = "none",
     ) -> None:
-        """Keeps or copies `weight`, whose values are kept exactly; the caller may drop its own.
+        """Keeps or copies `weight`; the caller may drop its own.
 
-        `dtype` is that of x, y and `bias`, at least as wide as the weight's.
+        `dtype` is that of x, y and `bias`, at least as wide as the weight's. Without `quantization` its
+        values are kept exactly.
         """
         self._bias = bias
+        self._dtype = dtype
         self._packed: Tensor | None = None
         #: [out, in] in either order of memory: for one row, or for all if nothing is packed.
         self._plain: Tensor | None = None
-        self._native = _native(weight, bias, dtype, kernels)
+        self._native: PackedLinear | None = None
+        if quantization == "int8":
+            rounded, scale = round_to_int8(weight)
+            self._native = kernels.pack_linear(
+                rounded.numpy(), None if bias is None else bias.float().numpy(), scale.numpy()
+            )
+            weight = rounded * scale[:, None]
+        else:
+            self._native = _native(weight, bias, dtype, kernels)
         if self._native is not None:
             return
         self._plain = weight.to(dtype)
@@ -51,7 +72,9 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, out] for x [rows, in]."""
         if self._native is not None:
-            return _multiply(self._native, x)
+            if x.dtype is not self._dtype:
+                raise ValueError(f"x is {x.dtype}, not {self._dtype}")
+            return _multiply(self._native, x.float()).to(self._dtype)
         if self._plain is not None and (self._packed is None or len(x) == 1):
             return functional.linear(x, self._plain, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -62,12 +85,20 @@ class Linear:
 
 def _multiply(linear: PackedLinear, x: Tensor) -> Tensor:
     num_rows, num_in = x.shape
-    if num_in != linear.num_in or x.dtype is not torch.float32:
-        raise ValueError(f"x is {x.dtype}{list(x.shape)}, not float32[rows, {linear.num_in}]")
+    if num_in != linear.num_in:
+        raise ValueError(f"x is {list(x.shape)}, not [rows, {linear.num_in}]")
     x = x.contiguous()
     out = x.new_empty((num_rows, linear.num_out))
     linear.multiply(x.data_ptr(), num_rows, out.data_ptr())
     return out
+
+
+def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8[out, in] and float32[out] whose product is nearly `weight`: off by half a scale at most."""
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1) / 127
+    scale[scale == 0] = 1.0
+    return (wide / scale[:, None]).round().to(torch.int8), scale
 
 
 def _native(

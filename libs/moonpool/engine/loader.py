@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moonpool.core.config import Quantization
 from moonpool.engine.kv_pool import TORCH_DTYPES
 from moonpool.engine.linear import Linear, has_native_bfloat16
 from moonpool.engine.model import LlamaLayer, LlamaModel
@@ -33,11 +34,12 @@ def load_model(
     model_dir: ModelDir,
     dtype: KvDtype,
     *,
+    quantization: Quantization = "none",
     num_positions: int | None = None,
     compute_dtype: torch.dtype | None = None,
     kernels: Kernels,
 ) -> LlamaModel:
-    """Loads all weights, rounded to `dtype`.
+    """Loads all weights, rounded to `dtype`; those of linears further, by `quantization`.
 
     `compute_dtype` does the arithmetic; by default `dtype`, except that bfloat16 is computed in
     float32 where the CPU has no bfloat16 products: the weights have the same values, the intermediate
@@ -53,7 +55,13 @@ def load_model(
         compute_dtype = torch.float32 if is_emulated else stored
     config = model_dir.config
     reader = _Reader(model_dir.weight_files, stored)
-    build = _LayerBuilder(reader=reader, config=config, dtype=compute_dtype, kernels=kernels)
+    build = _LayerBuilder(
+        reader=reader,
+        config=config,
+        dtype=compute_dtype,
+        kernels=kernels,
+        quantization=quantization,
+    )
     embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     layers = tuple(build.layer(index) for index in range(config.num_layers))
     final_norm = reader.take("model.norm.weight", (config.hidden_size,)).to(compute_dtype)
@@ -69,7 +77,7 @@ def load_model(
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
-        lm_head=Linear(head, None, dtype=compute_dtype, kernels=kernels),
+        lm_head=build.linear(head, None),
         rope=RopeTable(config, num_positions or config.max_positions),
         row_math=RowMath(eps=config.rms_norm_eps, dtype=compute_dtype, kernels=kernels),
     )
@@ -83,6 +91,7 @@ class _LayerBuilder:
     config: ModelConfig
     dtype: torch.dtype
     kernels: Kernels
+    quantization: Quantization
 
     def layer(self, index: int) -> LlamaLayer:
         config, prefix = self.config, f"model.layers.{index}"
@@ -118,7 +127,16 @@ class _LayerBuilder:
             biases = [take(f"{name}.bias", (out,)) for name, out in parts.items()]
             bias = torch.cat(biases).to(self.dtype)
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return Linear(weight, bias, dtype=self.dtype, kernels=self.kernels)
+        return self.linear(weight, bias)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Linear(
+            weight,
+            bias,
+            dtype=self.dtype,
+            kernels=self.kernels,
+            quantization=self.quantization,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moonpool.core.config import Quantization
 from moonpool.core.step import LayerMark, StepPlan, StepResult, StepTiming
 from moonpool.engine.attention import AttentionBackend, TorchPagedAttention
 from moonpool.engine.batch import Int64Array, build_batch
@@ -142,6 +143,7 @@ def load_runner(
     dtype: KvDtype,
     max_num_seqs: int,
     kernels: Kernels,
+    quantization: Quantization = "none",
     max_model_len: int | None = None,
     num_threads: int = 1,
 ) -> ModelRunner:
@@ -152,5 +154,11 @@ def load_runner(
         ValueError: the layout is not this model's, or the buffer is too small.
     """
     torch.set_num_threads(num_threads)
-    model = load_model(model_dir, dtype, num_positions=max_model_len, kernels=kernels)
+    model = load_model(
+        model_dir,
+        dtype,
+        quantization=quantization,
+        num_positions=max_model_len,
+        kernels=kernels,
+    )
     return ModelRunner(model, buffer, layout, max_num_seqs=max_num_seqs, kernels=kernels)

@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -102,10 +102,11 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_in", ctypes.c_int64),
         ("num_out", ctypes.c_int64),
-        ("is_bfloat16", ctypes.c_int64),
+        ("format", ctypes.c_int64),
     )
 
 

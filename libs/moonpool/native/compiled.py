@@ -142,8 +142,10 @@ class CompiledKernels:
         raise_for(result.status, result.index)
         return is_bad
 
-    def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
-        return CompiledLinear(self._library, weight, bias)
+    def pack_linear(
+        self, weight: WeightArray, bias: Float32Array | None, scale: Float32Array | None = None
+    ) -> PackedLinear | None:
+        return CompiledLinear(self._library, weight, bias, scale=scale)
 
     def paged_attention(
         self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool

@@ -13,6 +13,8 @@ from moonpool.native.geometry import Float32Array, WeightArray
 #: MP_LINEAR_PANEL of src/moonpool_native.h: outputs that lie side by side.
 _PANEL = 16
 _CACHE_LINE_BYTES = 64
+#: MP_FLOAT32, MP_BFLOAT16 and MP_INT8, and how many inputs a step of 64 bytes holds.
+_FORMATS = {np.dtype(np.float32): (0, 1), np.dtype(np.uint16): (1, 2), np.dtype(np.int8): (2, 4)}
 
 
 class CompiledLinear:
@@ -24,50 +26,61 @@ class CompiledLinear:
         weight: WeightArray,
         bias: Float32Array | None,
         *,
+        scale: Float32Array | None = None,
         isa: str | None = None,
     ) -> None:
         """`isa` names a variant of src/dispatch.c; by default the one that suits this machine."""
+        if weight.dtype not in _FORMATS or weight.ndim != 2 or 0 in weight.shape:
+            raise ValueError(f"no weight is {weight.dtype}{list(weight.shape)}")
+        if (scale is not None) != (weight.dtype == np.int8):
+            raise ValueError("weights of int8 have a scale, and no others")
         self.num_out, self.num_in = weight.shape
-        is_bfloat16 = weight.dtype == np.uint16
-        panels = _packed(weight, inputs_per_lane=2 if is_bfloat16 else 1)
-        padded_bias = None
-        if bias is not None:
-            if bias.shape != (self.num_out,) or bias.dtype != np.float32:
-                raise ValueError(f"bias is {bias.dtype}{bias.shape}, not float32[{self.num_out}]")
-            padded_bias = np.zeros(panels.shape[0] * _PANEL, np.float32)
-            padded_bias[: self.num_out] = bias
+        number, per_step = _FORMATS[weight.dtype]
+        panels = _packed(weight, per_step)
+        padded_scale = None if scale is None else self._padded("scale", scale)
+        padded_bias = None if bias is None else self._padded("bias", bias)
         self.size_bytes = panels.nbytes
-        self._kept_alive = (panels, padded_bias)
+        self._kept_alive = (panels, padded_scale, padded_bias)
         self._struct = LinearStruct(
             panels=address_of(panels, np.uint32),
+            scale=None if padded_scale is None else address_of(padded_scale, np.float32),
             bias=None if padded_bias is None else address_of(padded_bias, np.float32),
             num_in=self.num_in,
             num_out=self.num_out,
-            is_bfloat16=is_bfloat16,
+            format=number,
         )
         self._address = ctypes.addressof(self._struct)
         self._multiply = library.kernel("mp_multiply", isa)
+
+    def _padded(self, name: str, values: Float32Array) -> Float32Array:
+        if values.shape != (self.num_out,) or values.dtype != np.float32:
+            raise ValueError(
+                f"{name} is {values.dtype}{list(values.shape)}, not float32[{self.num_out}]"
+            )
+        padded = np.zeros(-(-self.num_out // _PANEL) * _PANEL, np.float32)
+        padded[: self.num_out] = values
+        return padded
 
     def multiply(self, x: int, num_rows: int, y: int) -> None:
         self._multiply(self._address, x, num_rows, y)
 
 
-def _packed(weight: WeightArray, *, inputs_per_lane: int) -> npt.NDArray[np.uint32]:
-    """uint32[panels, steps, 16] at a cache line."""
+def _packed(weight: WeightArray, inputs_per_step: int) -> npt.NDArray[np.uint32]:
+    """uint32[panels, steps, 16] at a cache line: a lane holds an output's inputs, or int8's outputs."""
     num_out, num_in = weight.shape
-    if weight.dtype not in (np.uint16, np.float32) or min(num_out, num_in) < 1:
-        raise ValueError(f"a weight is float32 or uint16 [out, in], not {weight.dtype}")
     num_panels = -(-num_out // _PANEL)
-    num_steps = -(-num_in // inputs_per_lane)
-    shape = (num_panels * _PANEL, num_steps * inputs_per_lane)
+    num_steps = -(-num_in // inputs_per_step)
+    shape = (num_panels * _PANEL, num_steps * inputs_per_step)
     if shape != weight.shape or not weight.flags.c_contiguous:
         padded = np.zeros(shape, weight.dtype)
         padded[:num_out, :num_in] = weight
         weight = padded
-    lanes = weight.view(np.uint32).reshape(num_panels, _PANEL, num_steps)
-    memory = np.empty(lanes.nbytes + _CACHE_LINE_BYTES, np.uint8)
+    memory = np.empty(weight.nbytes + _CACHE_LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % _CACHE_LINE_BYTES
-    panels = memory[start : start + lanes.nbytes].view(np.uint32)
+    panels = memory[start : start + weight.nbytes].view(np.uint32)
     panels = panels.reshape(num_panels, num_steps, _PANEL)
-    panels[...] = lanes.transpose(0, 2, 1)
+    # int8 of one input stand side by side, wider ones side by side in a lane.
+    unit = np.dtype(np.int8 if weight.dtype == np.int8 else np.uint32)
+    units = weight.view(unit).reshape(num_panels, _PANEL, -1)
+    panels.view(unit).reshape(num_panels, -1, _PANEL)[...] = units.transpose(0, 2, 1)
     return panels

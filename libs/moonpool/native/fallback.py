@@ -115,7 +115,9 @@ class FallbackKernels:
             target[to : to + length] = source[from_ : from_ + length]
         return self.verify_leaves(target, geometry, checks)
 
-    def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
+    def pack_linear(
+        self, weight: WeightArray, bias: Float32Array | None, scale: Float32Array | None = None
+    ) -> PackedLinear | None:
         return None
 
     def paged_attention(

@@ -15,8 +15,8 @@ Int64Array = npt.NDArray[np.int64]
 DigestArray = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
-#: float32, or bfloat16 as the uint16 of its bits.
-WeightArray = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+#: float32, bfloat16 as the uint16 of its bits, or int8 in shares of its output's scale.
+WeightArray = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
 #: An array of LEAF_CHECK_DTYPE.
 LeafCheckArray = npt.NDArray[np.void]
 

@@ -330,11 +330,17 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_linear(self, weight: WeightArray, bias: Float32Array | None) -> PackedLinear | None:
+    def pack_linear(
+        self, weight: WeightArray, bias: Float32Array | None, scale: Float32Array | None = None
+    ) -> PackedLinear | None:
         """A copy of `weight` [out, in]; None without the C library: torch's product is faster then.
 
+        Args:
+            bias: float32[out].
+            scale: float32[out], what each output of a weight of int8 is multiplied by.
+
         Raises:
-            ValueError: The weight or float32[out] bias is of another type or shape.
+            ValueError: One of them is of another type or shape.
         """
         ...
 

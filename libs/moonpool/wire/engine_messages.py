@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moonpool.core.config import CoreConfig
+from moonpool.core.config import CoreConfig, Quantization
 from moonpool.core.protocol import (
     Command,
     CoreFrame,
@@ -33,6 +33,7 @@ class EngineBoot:
     model_name: str
     data_dir: str
     dtype: KvDtype
+    quantization: Quantization = "none"
     layout: KvLayout
     core: CoreConfig
     #: With a request's tenant, salt and adapter: what seeds its block hash chain.

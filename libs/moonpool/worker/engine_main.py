@@ -85,6 +85,7 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
             memory.pool.bytes.data,
             boot.layout,
             dtype=boot.dtype,
+            quantization=boot.quantization,
             max_num_seqs=boot.core.max_num_seqs,
             max_model_len=boot.core.max_model_len,
             num_threads=boot.num_threads,

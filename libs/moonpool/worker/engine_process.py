@@ -19,7 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 
-from moonpool.core.config import CoreConfig
+from moonpool.core.config import CoreConfig, Quantization
 from moonpool.core.protocol import Command
 from moonpool.errors import InternalError, ModelError, MoonpoolError
 from moonpool.kv.block_hash import ModelNamespace
@@ -54,6 +54,7 @@ class EngineOptions:
     model_name: str
     data_dir: str
     dtype: KvDtype
+    quantization: Quantization = "none"
     core: CoreConfig
     namespace: ModelNamespace
     secret: bytes = field(repr=False)
@@ -130,6 +131,7 @@ class EngineProcess:
                 model_name=options.model_name,
                 data_dir=options.data_dir,
                 dtype=options.dtype,
+                quantization=options.quantization,
                 layout=self._memory.layout,
                 core=options.core,
                 namespace=options.namespace,

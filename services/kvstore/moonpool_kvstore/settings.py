@@ -46,7 +46,7 @@ def namespace_of(config: KvStoreConfig, model: ModelDir) -> ModelNamespace:
     dtype = config.common.dtype
     return ModelNamespace(
         model_fingerprint=model.fingerprint,
-        compute_dtype=dtype,
+        compute_dtype=config.common.compute_dtype,
         kv_dtype=dtype,
         block_size=config.block_size,
     )

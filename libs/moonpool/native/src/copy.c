@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-#if MP_VECTOR_BYTES >= 32 && (defined(__x86_64__) || defined(__i386__))
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -40,7 +40,7 @@ void MP_JOIN(mp_copy_, MP_ISA)(uint8_t *to, const uint8_t *from, int64_t num_byt
 /* The same past the cache; what must see it waits for mp_copied_out. */
 void MP_JOIN(mp_copy_out_, MP_ISA)(uint8_t *to, const uint8_t *from, int64_t num_bytes)
 {
-#if MP_VECTOR_BYTES >= 32 && (defined(__x86_64__) || defined(__i386__))
+#if defined(__AVX2__)
     int64_t at = -(int64_t)((uintptr_t)to % 32) & 31;
     at = at < num_bytes ? at : num_bytes;
     memcpy(to, from, (size_t)at);

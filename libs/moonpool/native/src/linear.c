@@ -8,16 +8,17 @@
  *
  *   float32     panel[input][16]
  *   bfloat16    panel[input / 2][16][2]    a 32-bit lane holds two inputs, the even one in its low half
+ *   int8        panel[input][16]
  *
- * A bfloat16 is the upper half of a float32: one shift or one mask expands it in a register. The last
- * panel is padded with zeros, and so is an odd last input. 64 bytes hold 16 lanes in either format: a
- * step.
+ * A bfloat16 is the upper half of a float32: one shift or one mask expands it in a register. An int8 is
+ * a share of its output's scale, which enters once, when the output is summed. The last panel is padded
+ * with zeros, and so is a last step that is not full: 64 bytes, which hold 16 outputs of 1, 2 or 4 inputs.
  *
  * Reading from memory and computing overlap only because each pass over a panel, of which several rows
  * need more than one, fetches its share of the panel that is next: ten rows then cost hardly twice one.
  *
  * Order of summation: an output is one chain of float32 multiply-adds over the inputs in order, from
- * zero; then the bias is added. The number of rows, the tile and the width of a vector do not enter, so a
+ * zero, times the scale if there is one; then the bias is added. The number of rows, the tile and the width of a vector do not enter, so a
  * row's result is the same bits in any batch, and on any machine with fused multiply-add.
  */
 #include "moonpool_native.h"
@@ -45,51 +46,64 @@ typedef struct {
     int64_t step_bytes;
 } ahead;
 
-/* Input `x` of each row, times the weights of one input. */
-MP_INLINE void add_input(floats sum[MAX_ROWS][MAX_VECTORS], int num_rows, int num_vectors,
-                         const floats *weight, const float *x, int64_t stride)
+/* Inputs that a step holds. */
+MP_INLINE int inputs_of_step(int format)
 {
-    MP_UNROLL
-    for (int r = 0; r < num_rows; r++) {
-        const float input = x[r * stride];
-        MP_UNROLL
-        for (int v = 0; v < num_vectors; v++)
-            sum[r][v] += weight[v] * input;
-    }
+    return format == MP_INT8 ? 4 : format == MP_BFLOAT16 ? 2 : 1;
 }
 
-/* Two inputs of each row, times a step of bfloat16 weights. `at[v]` is where vector v's lanes begin. */
-MP_INLINE void add_pair(floats sum[MAX_ROWS][MAX_VECTORS], int num_rows, int num_vectors,
-                        const uint8_t *const *at, int64_t offset, const float *x, int64_t stride)
+/* Input `i` of a step, for a vector of outputs that begins at `at`. */
+MP_INLINE floats expand(const uint8_t *at, int format, int i)
 {
-    const words high = (words){0} + 0xffff0000u;
+    if (format == MP_INT8)
+        return __builtin_convertvector(widened(at + i * MP_LINEAR_PANEL), floats);
+    const words lanes = *(const stored_words *)at;
+    if (format == MP_BFLOAT16)
+        return (floats)(i == 0 ? lanes << 16 : lanes & 0xffff0000u);
+    return (floats)lanes;
+}
+
+/*
+ * The first `num_inputs` inputs of a step, times the weights at `offset` from where each vector's outputs
+ * begin. All counts are constants where this is inlined, but `num_inputs` in a last step.
+ */
+MP_INLINE void add_step(floats sum[MAX_ROWS][MAX_VECTORS], int format, int num_inputs, int num_rows,
+                        int num_vectors, const uint8_t *const *at, int64_t offset, const float *x,
+                        int64_t stride)
+{
     if (num_vectors > 2) { /* vector after vector: there are more of them than registers */
         MP_UNROLL
         for (int v = 0; v < num_vectors; v++) {
-            const words pair = *(const stored_words *)(at[v] + offset);
-            const floats even = (floats)(pair << 16), odd = (floats)(pair & high);
             MP_UNROLL
-            for (int r = 0; r < num_rows; r++) {
-                sum[r][v] += even * x[r * stride];
-                sum[r][v] += odd * x[r * stride + 1];
+            for (int i = 0; i < num_inputs; i++) {
+                const floats weight = expand(at[v] + offset, format, i);
+                MP_UNROLL
+                for (int r = 0; r < num_rows; r++)
+                    sum[r][v] += weight * x[r * stride + i];
             }
         }
         return;
     }
-    floats even[MAX_VECTORS], odd[MAX_VECTORS];
     MP_UNROLL
-    for (int v = 0; v < num_vectors; v++) {
-        const words pair = *(const stored_words *)(at[v] + offset);
-        even[v] = (floats)(pair << 16);
-        odd[v] = (floats)(pair & high);
+    for (int i = 0; i < num_inputs; i++) {
+        floats weight[MAX_VECTORS];
+        MP_UNROLL
+        for (int v = 0; v < num_vectors; v++)
+            weight[v] = expand(at[v] + offset, format, i);
+        MP_UNROLL
+        for (int r = 0; r < num_rows; r++) {
+            const float input = x[r * stride + i];
+            MP_UNROLL
+            for (int v = 0; v < num_vectors; v++)
+                sum[r][v] += weight[v] * input;
+        }
     }
-    add_input(sum, num_rows, num_vectors, even, x, stride);
-    add_input(sum, num_rows, num_vectors, odd, x + 1, stride);
 }
 
 static int64_t bytes_of_panel(const mp_linear *linear)
 {
-    return (linear->is_bfloat16 ? (linear->num_in + 1) / 2 : linear->num_in) * STEP_BYTES;
+    const int64_t per_step = inputs_of_step((int)linear->format);
+    return (linear->num_in + per_step - 1) / per_step * STEP_BYTES;
 }
 
 MP_INLINE void fetch(int num_vectors, ahead next, int64_t panel_bytes, int64_t step)
@@ -111,17 +125,20 @@ MP_INLINE void store(float *y, floats value, int64_t count)
  * Rows [0, num_rows) times the outputs of `num_vectors` vectors from `vector` on, a multiple of
  * `num_vectors`. The flag and the two counts are constants where this is inlined.
  */
-MP_INLINE void tile(const mp_linear *linear, int is_bfloat16, int num_rows, int num_vectors,
+MP_INLINE void tile(const mp_linear *linear, int format, int num_rows, int num_vectors,
                     int64_t vector, ahead next, const float *x, float *y)
 {
+    const int per_step = inputs_of_step(format);
     const int64_t num_in = linear->num_in, panel_bytes = bytes_of_panel(linear);
-    const int64_t lane = vector * LANES;
-    const uint8_t *first = (const uint8_t *)linear->panels + lane / MP_LINEAR_PANEL * panel_bytes +
-                           lane % MP_LINEAR_PANEL * 4;
+    const int64_t first = vector * LANES, num_steps = num_in / per_step;
+    const int output_bytes = format == MP_INT8 ? 1 : 4; /* from one output of an input to the next */
+    const uint8_t *panel =
+        (const uint8_t *)linear->panels + first / MP_LINEAR_PANEL * panel_bytes;
     const uint8_t *at[MAX_VECTORS];
     MP_UNROLL
     for (int v = 0; v < num_vectors; v++)
-        at[v] = first + v * LANES / MP_LINEAR_PANEL * panel_bytes + v * LANES % MP_LINEAR_PANEL * 4;
+        at[v] = panel + v * LANES / MP_LINEAR_PANEL * panel_bytes +
+                (first + v * LANES) % MP_LINEAR_PANEL * output_bytes;
 
     floats sum[MAX_ROWS][MAX_VECTORS];
     MP_UNROLL
@@ -130,35 +147,31 @@ MP_INLINE void tile(const mp_linear *linear, int is_bfloat16, int num_rows, int 
         for (int v = 0; v < num_vectors; v++)
             sum[r][v] = (floats){0};
     }
-    if (is_bfloat16) {
-        for (int64_t i = 0; i < num_in / 2; i++) {
-            fetch(num_vectors, next, panel_bytes, i);
-            add_pair(sum, num_rows, num_vectors, at, i * STEP_BYTES, x + 2 * i, num_in);
-        }
+    for (int64_t i = 0; i < num_steps; i++) {
+        fetch(num_vectors, next, panel_bytes, i);
+        add_step(sum, format, per_step, num_rows, num_vectors, at, i * STEP_BYTES,
+                 x + i * per_step, num_in);
     }
-    /* Every input of float32, an odd last one of bfloat16: the low half of its lane. */
-    for (int64_t i = is_bfloat16 ? num_in / 2 * 2 : 0; i < num_in; i++) {
-        const int64_t step = is_bfloat16 ? i / 2 : i;
-        floats weight[MAX_VECTORS];
-        fetch(num_vectors, next, panel_bytes, step);
-        MP_UNROLL
-        for (int v = 0; v < num_vectors; v++) {
-            const words lanes = *(const stored_words *)(at[v] + step * STEP_BYTES);
-            weight[v] = (floats)(is_bfloat16 ? lanes << 16 : lanes);
-        }
-        add_input(sum, num_rows, num_vectors, weight, x + i, num_in);
+    if (num_steps * per_step < num_in) {
+        fetch(num_vectors, next, panel_bytes, num_steps);
+        add_step(sum, format, (int)(num_in % per_step), num_rows, num_vectors, at,
+                 num_steps * STEP_BYTES, x + num_steps * per_step, num_in);
     }
 
     MP_UNROLL
     for (int v = 0; v < num_vectors; v++) {
         const int64_t output = (vector + v) * LANES;
-        floats bias = {0};
+        floats scale = {0}, bias = {0};
+        if (format == MP_INT8)
+            scale = *(const stored_floats *)(linear->scale + output);
         if (linear->bias)
             bias = *(const stored_floats *)(linear->bias + output);
         MP_UNROLL
-        for (int r = 0; r < num_rows; r++)
-            store(y + r * linear->num_out + output, linear->bias ? sum[r][v] + bias : sum[r][v],
-                  linear->num_out - output);
+        for (int r = 0; r < num_rows; r++) {
+            floats value = format == MP_INT8 ? sum[r][v] * scale : sum[r][v];
+            value = linear->bias ? value + bias : value;
+            store(y + r * linear->num_out + output, value, linear->num_out - output);
+        }
     }
 }
 
@@ -170,16 +183,21 @@ MP_INLINE void tile(const mp_linear *linear, int is_bfloat16, int num_rows, int 
 #define TILES(X) NARROW_TILES(X)
 #endif
 
-#define DEFINE_TILE(rows, vectors)                                                              \
-    static __attribute__((noinline)) void bfloat16_tile_##rows##_##vectors(                     \
-        const mp_linear *linear, int64_t vector, ahead next, const float *x, float *y)          \
-    {                                                                                           \
-        tile(linear, 1, rows, vectors, vector, next, x, y);                                     \
-    }                                                                                           \
-    static __attribute__((noinline)) void float32_tile_##rows##_##vectors(                      \
-        const mp_linear *linear, int64_t vector, ahead next, const float *x, float *y)          \
-    {                                                                                           \
-        tile(linear, 0, rows, vectors, vector, next, x, y);                                     \
+#define DEFINE_TILE(rows, vectors)                                                             \
+    static __attribute__((noinline)) void int8_tile_##rows##_##vectors(                        \
+        const mp_linear *linear, int64_t vector, ahead next, const float *x, float *y)         \
+    {                                                                                          \
+        tile(linear, MP_INT8, rows, vectors, vector, next, x, y);                              \
+    }                                                                                          \
+    static __attribute__((noinline)) void bfloat16_tile_##rows##_##vectors(                    \
+        const mp_linear *linear, int64_t vector, ahead next, const float *x, float *y)         \
+    {                                                                                          \
+        tile(linear, MP_BFLOAT16, rows, vectors, vector, next, x, y);                          \
+    }                                                                                          \
+    static __attribute__((noinline)) void float32_tile_##rows##_##vectors(                     \
+        const mp_linear *linear, int64_t vector, ahead next, const float *x, float *y)         \
+    {                                                                                          \
+        tile(linear, MP_FLOAT32, rows, vectors, vector, next, x, y);                           \
     }
 TILES(DEFINE_TILE)
 
@@ -188,7 +206,9 @@ static void any_tile(const mp_linear *linear, int64_t num_rows, int num_vectors,
 {
 #define CALL_TILE(rows, vectors)                                          \
     case (rows) * 16 + (vectors):                                         \
-        if (linear->is_bfloat16)                                          \
+        if (linear->format == MP_INT8)                                    \
+            int8_tile_##rows##_##vectors(linear, vector, next, x, y);     \
+        else if (linear->format == MP_BFLOAT16)                           \
             bfloat16_tile_##rows##_##vectors(linear, vector, next, x, y); \
         else                                                              \
             float32_tile_##rows##_##vectors(linear, vector, next, x, y);  \

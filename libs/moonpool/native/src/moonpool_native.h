@@ -24,7 +24,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 8
+#define MP_ABI_VERSION 9
 
 enum {
     MP_OK = 0,
@@ -142,14 +142,16 @@ typedef struct {
 } mp_gathering;
 
 enum { MP_LINEAR_PANEL = 16 };
+enum { MP_FLOAT32 = 0, MP_BFLOAT16 = 1, MP_INT8 = 2 };
 
 /* A weight in panels; see linear.c. */
 typedef struct {
     const void *panels;
-    const float *bias; /* padded to whole panels, or NULL */
+    const float *scale; /* of each output, padded to whole panels; only for int8 */
+    const float *bias;  /* the same, or NULL */
     int64_t num_in;
     int64_t num_out;
-    int64_t is_bfloat16; /* else float32 */
+    int64_t format;
 } mp_linear;
 
 /* y[num_rows, num_out] for x[num_rows, num_in]. Both are the caller's, who knows their sizes. */

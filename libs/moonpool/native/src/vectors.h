@@ -10,6 +10,10 @@
 
 #include <stdint.h>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #ifndef MP_ISA
 #define MP_ISA baseline
 #endif
@@ -32,13 +36,27 @@ typedef float floats __attribute__((vector_size(MP_VECTOR_BYTES)));
 typedef uint32_t words __attribute__((vector_size(MP_VECTOR_BYTES)));
 typedef int32_t integers __attribute__((vector_size(MP_VECTOR_BYTES)));
 typedef uint16_t halves __attribute__((vector_size(MP_VECTOR_BYTES / 2)));
+typedef int8_t bytes __attribute__((vector_size(MP_VECTOR_BYTES / 4)));
 
 /* The same in memory, at any address. */
 typedef floats stored_floats __attribute__((aligned(4), may_alias));
 typedef words stored_words __attribute__((aligned(1), may_alias));
 typedef halves stored_halves __attribute__((aligned(2), may_alias));
+typedef bytes stored_bytes __attribute__((aligned(1), may_alias));
 
 #define MP_INLINE static inline __attribute__((always_inline))
+
+/* Signed bytes as integers. GCC does it lane by lane unless it is told the instruction. */
+MP_INLINE integers widened(const uint8_t *at)
+{
+#if MP_VECTOR_BYTES == 64 && defined(__AVX512F__)
+    return (integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at));
+#elif MP_VECTOR_BYTES == 32 && defined(__AVX2__)
+    return (integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    return __builtin_convertvector(*(const stored_bytes *)at, integers);
+#endif
+}
 
 /* Lanes of `v` in another order. */
 #if defined(__clang__)
