@@ -291,6 +291,34 @@ def test_what_a_leaving_node_asks_for_is_taken_until_nothing_is_wanted_of_it() -
     assert takes(is_draining=True) == [take]
 
 
+def test_who_has_what_a_leaving_node_asks_for_tells_it() -> None:
+    ring = Ring("s0", "s1", "s2")
+    ring.beat()
+    leaver = ring.books[WorkerId("s0")]
+    what = chain(1)
+    leaver.note_kept(what)
+    leaver.leave()
+    asking = leaver.record(
+        replace(ring.members[WorkerId("s0")], is_draining=True), ring.now, ring.now
+    )
+    ((to_take,),) = [copy.takers for copy in asking.copies]
+    for store_id in (*sorted(ring.books.keys() - {WorkerId("s0"), to_take}), to_take):
+        assert (leaver.num_asked, leaver.is_left(ring.now)) == (1, False)
+        taker, member = ring.books[to_take], ring.members[store_id]
+        taker.on_view(RingView.of([asking]))
+        for take in taker.takes(ring.now):
+            taker.on_taken(take, is_refused=False, is_held=True)
+        taker.validate()
+        told = taker.record(ring.members[to_take], ring.now, ring.now)
+        assert told.taken == (what[-1],)
+        # Nobody says it for another.
+        leaver.on_view(RingView.of([asking, replace(told, member=member)]))
+        leaver.validate()
+    assert (leaver.num_asked, leaver.is_left(ring.now)) == (0, True)
+    taker.on_view(RingView.of([StoreRecord(member=asking.member)]))
+    assert taker.record(ring.members[to_take], ring.now, ring.now).taken == ()
+
+
 def test_only_the_one_that_is_to_take_it_ends_an_ask_and_at_its_end() -> None:
     ring = Ring("s0", "s1")
     ring.beat()

@@ -135,15 +135,26 @@ async def test_a_node_that_leaves_is_read_empty() -> None:
     assert view.members == ()
 
 
+async def test_a_node_that_leaves_goes_when_others_have_what_it_has() -> None:
+    clock = ManualClock()
+    async with two_stores(EmbeddedDirectory(clock), clock) as (first, second):
+        second.chains = give(first, 100)
+        await first.neighbours.leave(timeout_s=15.0)
+        # They need not read it.
+        assert len(second.offers) == 100
+        assert second.most_readings == 0
+
+
 async def test_a_node_that_leaves_waits_for_others_only_so_long() -> None:
     clock = ManualClock()
     async with two_stores(EmbeddedDirectory(clock), clock) as (first, second):
-        # Nobody comes for what is known there already, nor counts a worker as one who came.
-        second.chains = give(first, 3)
+        # Nobody has room for it, and a worker is not one who takes it.
+        give(first, 3)
+        second.max_readings = 0
         async with asyncio.TaskGroup() as tasks:
             leaving = tasks.create_task(first.neighbours.leave(timeout_s=15.0))
             await eventually(
-                lambda: len(second.offers) == 3, timeout_s=_DEADLINE_S, what="all is known"
+                lambda: second.num_refused > 3, timeout_s=_DEADLINE_S, what="it was refused"
             )
             first.neighbours.note_lent(chain(1))
             first.neighbours.note_returned(chain(1), WorkerKey(WorkerId("w"), Incarnation("1")))

@@ -12,6 +12,7 @@ from moonpool.tiering.store_record import (
     MAX_COPIES,
     MAX_COPY_BLOCKS,
     MAX_READS,
+    MAX_TAKEN,
     ChainCopy,
     ChainReads,
     CopyKind,
@@ -126,6 +127,11 @@ def test_what_is_too_much_or_malformed_is_refused() -> None:
     one_read = ChainReads(home_hash=block(1), bytes_per_s=1.0)
     with pytest.raises(ValueError, match="reads"):
         StoreRecord(member=me, reads=(one_read,) * (MAX_READS + 1))
+    StoreRecord(member=me, taken=(block(1),) * MAX_TAKEN)
+    with pytest.raises(ValueError, match="taken"):
+        StoreRecord(member=me, taken=(block(1),) * (MAX_TAKEN + 1))
+    with pytest.raises(ValueError, match="taken"):
+        StoreRecord(member=me, taken=(BlockHash(b"short"),))
     with pytest.raises(ValueError, match="copy"):
         copy(0, num_blocks=0)
     with pytest.raises(ValueError, match="hash"):

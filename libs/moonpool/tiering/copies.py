@@ -10,7 +10,8 @@ Rules
 - A chain that is read here and whose home is elsewhere by now is asked for as well, the ones read fastest
   first: the ring has changed. What nobody reads, or hardly anybody, moves to nobody.
 - A node that leaves asks for what was put or lent last, the latest first, a windowful at a time; for each
-  chain until its taker has come and gone, or for a while. Others may read it meanwhile as they like. Takers
+  chain until its taker has come and gone, or tells that it has it, or for a while. Others may read it meanwhile
+  as they like. Takers
   come in order, for a few at a time: as long as one comes for others, what stands behind these is asked for.
 - A few chains are taken at a time, each from the offer to this node's own core until its reading has ended.
   What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
@@ -37,6 +38,7 @@ from moonpool.tiering.store_record import (
     MAX_COPIES,
     MAX_COPY_BLOCKS,
     MAX_READS,
+    MAX_TAKEN,
     ChainCopy,
     ChainReads,
     CopyKind,
@@ -160,6 +162,11 @@ class CopyBook:
             member.key.worker_id != self._store_id for member in view.members
         )
         self._refused.clear()
+        for record in view.records if self._is_leaving else ():
+            for last_hash in record.taken:
+                asked = self._asked.get(last_hash)
+                if asked is not None and record.member.key.worker_id in asked.takers:
+                    del self._asked[last_hash]
         self._held &= {
             copy.hashes[-1]
             for member, copy in view.copies_for(self._store_id)
@@ -205,6 +212,7 @@ class CopyBook:
                 for chain in reads
                 if chain.bytes_per_s > least
             ),
+            taken=tuple(sorted(self._held)[:MAX_TAKEN]),
         )
 
     def takes(self, now: float) -> list[TakeChain]:
@@ -239,6 +247,11 @@ class CopyBook:
     def num_asked(self) -> int:
         """Chains that a node that leaves asks others to take at this moment."""
         return len(self._asked)
+
+    @property
+    def num_taking(self) -> int:
+        """Chains that this node takes from others at this moment."""
+        return len(self._taking)
 
     def is_left(self, now: float) -> bool:
         """Whether a node that leaves has asked for all that it held, each chain long enough."""

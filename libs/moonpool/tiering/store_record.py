@@ -23,6 +23,7 @@ _HASH_BYTES = 32
 MAX_COPIES = 64
 MAX_COPY_BLOCKS = 4_096
 MAX_READS = 256
+MAX_TAKEN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,8 @@ class StoreRecord:
     member: StoreMember
     copies: tuple[ChainCopy, ...] = ()
     reads: tuple[ChainReads, ...] = ()
+    #: Of the chains that nodes that leave ask this one to take, those that lie here, by their last blocks.
+    taken: tuple[BlockHash, ...] = ()
 
     def __post_init__(self) -> None:
         num_blocks = sum(len(copy.hashes) for copy in self.copies)
@@ -107,10 +110,14 @@ class StoreRecord:
             len(self.copies) > MAX_COPIES
             or num_blocks > MAX_COPY_BLOCKS
             or len(self.reads) > MAX_READS
+            or len(self.taken) > MAX_TAKEN
         ):
             raise ValueError(
-                f"{len(self.copies)} copies of {num_blocks} blocks, {len(self.reads)} reads"
+                f"{len(self.copies)} copies of {num_blocks} blocks, {len(self.reads)} reads, "
+                f"{len(self.taken)} taken"
             )
+        if any(len(block_hash) != _HASH_BYTES for block_hash in self.taken):
+            raise ValueError("taken: a hash of another length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,10 +90,7 @@ class Neighbours:
     def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerKey) -> None:
         """That reader's stream has ended."""
         self._book.note_returned(hashes, reader.worker_id, self._clock.now())
-        if self._is_leaving:
-            self._end_leaving()
-            if not self._book.num_asked:
-                self._keeper.beat_now()
+        self._end_leaving()
 
     async def leave(self, *, timeout_s: float) -> None:
         """Ask the others to take what was used last; returns when each chain was read, or asked for
@@ -130,9 +127,13 @@ class Neighbours:
         self._take()
 
     def _end_leaving(self) -> None:
-        has_left = self._book.is_left(self._clock.now()) or not self.num_others
-        if self._is_leaving and has_left:
+        """If this node leaves: whether it has left, or has to ask for more."""
+        if not self._is_leaving or self._left.is_set():
+            return
+        if self._book.is_left(self._clock.now()) or not self.num_others:
             self._left.set()
+        elif not self._book.num_asked:
+            self._keeper.beat_now()
 
     def _take(self) -> None:
         if self._tasks is not None:
@@ -160,3 +161,6 @@ class Neighbours:
         if answer.num_wanted_blocks:
             log.debug("store.taken", source=str(take.source), num_blocks=answer.num_wanted_blocks)
         self._take()
+        if is_held and take.is_source_leaving and not self._book.num_taking:
+            # It waits for nothing else.
+            self._keeper.beat_now()
