@@ -7,7 +7,7 @@ disks that find each other on Redis. Each scenario
 2. lets the fault happen while they run, and has all of them asked once more;
 3. ends them, and waits until the cluster is whole and quiet and the router believes what is true;
 4. has the workers forget all they hold and asks one request of each family: of what the family shares,
-   `MIN_RECOVERED` of the share that came from stores before any fault must come from them.
+   `MIN_RECOVERED` of the share that came from stores before any fault must come from them, soon.
 
 Each leaves one row in the lab's reports. They follow each other in the order of RING_SCENARIOS: one ring lives
 through all of them.
