@@ -259,6 +259,31 @@ async def test_keepers_come_through_a_restart_of_redis(tmp_path: Path) -> None:
             assert views[0] == RingView(records=(record("store-0"),))
 
 
+async def test_a_beat_that_nobody_heard_is_made_again_soon(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    seen = asyncio.Event()
+    try:
+        async with (
+            asyncio.timeout(_DEADLINE_S),
+            RedisDirectory(
+                server.url, cluster=_CLUSTER, call_timeout_s=_CALL_TIMEOUT_S
+            ) as directory,
+            DirectoryKeeper(
+                directory,
+                record=lambda: record("store-0"),
+                on_view=lambda _: seen.set(),
+                beat_s=100 * _DEADLINE_S,
+            ),
+        ):
+            await eventually(
+                lambda: directory.num_failed_calls > 0, timeout_s=_DEADLINE_S, what="a beat"
+            )
+            server.start()
+            await seen.wait()
+    finally:
+        server.kill()
+
+
 async def test_redis_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         async with (

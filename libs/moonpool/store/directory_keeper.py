@@ -17,6 +17,8 @@ from moonpool.store.directory import Directory
 from moonpool.tiering.store_record import RingView, StoreRecord
 
 BEAT_S = 1.0
+#: Before the next beat, if this one was not heard or heard nothing: there may be somebody who waits for it.
+RETRY_S = 0.25
 
 
 class DirectoryKeeper:
@@ -69,12 +71,15 @@ class DirectoryKeeper:
     async def _beat(self) -> None:
         while True:
             self._hurry.clear()
-            await self._directory.publish(self._record())
+            is_heard = await self._directory.publish(self._record())
             view = await self._directory.read()
             if view is not None:
                 self._on_view(view)
+            is_whole = is_heard and view is not None
             try:
-                async with asyncio.timeout(self._beat_s):
+                async with asyncio.timeout(
+                    self._beat_s if is_whole else min(RETRY_S, self._beat_s)
+                ):
                     await self._hurry.wait()
             except TimeoutError:
                 continue
