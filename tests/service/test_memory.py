@@ -176,7 +176,8 @@ async def test_a_region_is_fetched_by_name(region: OwnedRegion) -> None:
         with pytest.raises(TransferError, match="announced"):
             await fetch_region(name, POOL_NAME, 4096, timeout_s=5)
         peer.close()
-        assert len(os.listdir("/proc/self/fd")) == before
+        # Others' may be collected meanwhile.
+        assert len(os.listdir("/proc/self/fd")) <= before
         task.cancel()
     with pytest.raises(TransferError, match="does not answer") as caught:
         await fetch_region(name, POOL_NAME, 8192, timeout_s=5)

@@ -278,7 +278,8 @@ async def test_a_deadline_reaches_the_worker(tmp_path: Path) -> None:
         await r.ready()
         asking = asyncio.create_task(r.client.generate(ask(), timeout_s=2.0))
         command = await worker.next(DecodeRequest)
-        assert 0 < command.deadline_s <= 2.0
+        # What gRPC says is left of a deadline may be some milliseconds more than was given.
+        assert 0 < command.deadline_s <= 2.1
         with pytest.raises(DeadlineExceededError):
             await asking
         assert (await worker.next(AbortRequest)).attempt_id == command.attempt_id

@@ -53,6 +53,11 @@ def decode(message_type: type[MessageT], data: bytes, *, max_bytes: int) -> Mess
         raise invalid(name, "cannot be decoded") from error
 
 
+def whole_milliseconds(seconds: float) -> int:
+    """Rounded up, but for what floating point added: 4.001 s are 4,001 ms."""
+    return math.ceil(round(seconds * 1_000, 3))
+
+
 def name(value: str, path: str, *, max_length: int = MAX_NAME_LENGTH) -> str:
     """A non-empty printable token without spaces: ids, model names."""
     if not value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +26,7 @@ from moonpool.wire.fields import (
     invalid,
     known,
     name,
+    whole_milliseconds,
 )
 from moonpool.wire.request import (
     attempt_from_pb,
@@ -333,7 +333,7 @@ def _peer_from_pb(message: pb.Peer, path: str) -> PeerPrefix:
 
 def _deadline_ms(deadline_s: float) -> int:
     """Rounded up: a deadline that has not passed is never sent as passed."""
-    return min(max(math.ceil(deadline_s * 1_000), 1), _MAX_DEADLINE_MS)
+    return min(max(whole_milliseconds(deadline_s), 1), _MAX_DEADLINE_MS)
 
 
 def _deadline_s(deadline_ms: int, path: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,16 @@ from moonpool.handoff.messages import SourceRef
 from moonpool.ids import BlockHash, WorkerKey
 from moonpool.tiering.breaker import BreakerState
 from moonpool.tiering.protocol import PinKind, PutRefusal, StoreStats, TenantUse
-from moonpool.wire.fields import MAX_TOKENS, address, between, invalid, known, name, text
+from moonpool.wire.fields import (
+    MAX_TOKENS,
+    address,
+    between,
+    invalid,
+    known,
+    name,
+    text,
+    whole_milliseconds,
+)
 from moonpool.wire.prefix_read import HASH_BYTES
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 
@@ -115,7 +123,7 @@ def put_offer_to_pb(offer: PutOffer) -> pb.PutRequest:
         hashes=offer.hashes,
         source=worker_key_to_pb(offer.source.key),
         source_address=offer.source.address,
-        deadline_ms=max(1, math.ceil(offer.deadline_s * 1_000)),
+        deadline_ms=max(1, whole_milliseconds(offer.deadline_s)),
     )
 
 
@@ -171,7 +179,7 @@ def pin_chain_to_pb(pin: PinChain) -> pb.PinRequest:
         store=worker_key_to_pb(pin.store),
         hashes=pin.hashes,
         kind=pin.kind.value,
-        ttl_ms=max(1, math.ceil(pin.ttl_s * 1_000)),
+        ttl_ms=max(1, whole_milliseconds(pin.ttl_s)),
     )
 
 
