@@ -336,15 +336,16 @@ class Ring:
         problems += await self.settle()
         recalled: list[Outcome] = []
         share, num_passes = 0.0, 0
-        while share < MIN_RECOVERED * self.share_before and num_passes < _MAX_PASSES:
+        least = MIN_RECOVERED * max(self.share_before, MIN_SHARE)
+        while share < least and num_passes < _MAX_PASSES:
             num_passes += 1
             answered, share, found = await self.recall()
             recalled += answered
             problems += found
-        if share < MIN_RECOVERED * self.share_before:
+        if share < least:
             problems.append(
                 f"{share:.0%} of what families share came from stores, {self.share_before:.0%} "
-                f"before any fault; at least {MIN_RECOVERED:.0%} of that must"
+                f"before any fault; at least {least:.0%} must"
             )
         return self.lab.judge(
             fault,
