@@ -14,6 +14,7 @@ from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.kv.block_hash import (
     ModelNamespace,
     Namespace,
@@ -24,7 +25,6 @@ from moonpool.kv.block_hash import (
 from moonpool.rpc.admin import fetch_snapshot
 from moonpool.tiering.homes import home_key, home_of, ramp_weight
 from moonpool.tiering.offloader import OffloaderConfig
-from moonpool.tiering.protocol import DEFAULT_TENANT
 from moonpool_loadtest.faults.lab import FaultLab, FaultReport
 from moonpool_loadtest.faults.redis_server import RedisServer
 from moonpool_loadtest.faults.waiting import within
@@ -167,6 +167,17 @@ class Load:
             self.num_in_flight -= 1
             self.outcomes.append(outcome)
             self._is_ended |= bool(outcome.problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """What came back when workers held nothing (`Ring.recall_until`)."""
+
+    outcomes: list[Outcome]
+    #: Of what families share, what came from stores in the last pass.
+    share: float
+    num_passes: int
+    problems: list[str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -323,6 +334,18 @@ class Ring:
         ]
         return outcomes, sum(num_found) / sum(num_shared), problems + await self.settle()
 
+    async def recall_until(self, least: float) -> Recalled:
+        """Recall until so large a share came from stores, three times at most."""
+        outcomes: list[Outcome] = []
+        problems: list[str] = []
+        share, num_passes = 0.0, 0
+        while share < least and num_passes < _MAX_PASSES:
+            num_passes += 1
+            answered, share, found = await self.recall()
+            outcomes += answered
+            problems += found
+        return Recalled(outcomes=outcomes, share=share, num_passes=num_passes, problems=problems)
+
     async def judge(
         self,
         fault: str,
@@ -334,26 +357,21 @@ class Ring:
     ) -> FaultReport:
         """Whole, quiet, and as much is found as before any fault; the row."""
         problems += await self.settle()
-        recalled: list[Outcome] = []
-        share, num_passes = 0.0, 0
         least = MIN_RECOVERED * max(self.share_before, MIN_SHARE)
-        while share < least and num_passes < _MAX_PASSES:
-            num_passes += 1
-            answered, share, found = await self.recall()
-            recalled += answered
-            problems += found
-        if share < least:
+        recalled = await self.recall_until(least)
+        problems += recalled.problems
+        if recalled.share < least:
             problems.append(
-                f"{share:.0%} of what families share came from stores, {self.share_before:.0%} "
-                f"before any fault; at least {least:.0%} must"
+                f"{recalled.share:.0%} of what families share came from stores, "
+                f"{self.share_before:.0%} before any fault; at least {least:.0%} must"
             )
         return self.lab.judge(
             fault,
-            [*outcomes, *recalled],
+            [*outcomes, *recalled.outcomes],
             problems=problems,
             started=started,
-            note=f"{note}; from stores: {share:.0%} of what earlier families share "
-            f"({self.share_before:.0%} before any fault) at pass {num_passes}",
+            note=f"{note}; from stores: {recalled.share:.0%} of what earlier families share "
+            f"({self.share_before:.0%} before any fault) at pass {recalled.num_passes}",
         )
 
 
