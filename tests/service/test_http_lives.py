@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from moonpool.errors import MoonpoolError, OverloadedError, UnavailableError
+from moonpool.client import AsyncClient
+from moonpool.config.schema import ApiKeySettings
+from moonpool.errors import (
+    MoonpoolError,
+    OverloadedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from moonpool.handoff.messages import DecodeRequest
 from moonpool.ids import RequestId
 from moonpool.inference.generation import (
@@ -227,6 +235,41 @@ async def test_with_a_key_only_livez_is_open(tmp_path: Path) -> None:
             assert (await client.get("/livez", headers=raw)).status_code == 200
         good = {"authorization": f"bearer {key}"}
         assert (await client.get("/v1/models", headers=good)).status_code == 200
+
+
+async def test_a_request_is_its_keys_tenants_at_both_doors(tmp_path: Path) -> None:
+    keys = (
+        ApiKeySettings(tenant="a", key="key of a"),
+        ApiKeySettings(tenant="b", key_sha256=sha256(b"key of b").hexdigest()),
+    )
+    body = {"prompt": "hello", "max_tokens": 1}
+    async with (
+        router(tmp_path, api_key="of nobody", api_keys=keys) as r,
+        client_of(r) as client,
+        fake_worker(r.cluster, r.bus) as worker,
+    ):
+        await worker.joined()
+        await eventually(r.client.is_serving, timeout_s=10, what="serving")
+        address = r.client.address
+        async with asyncio.TaskGroup() as tasks, AsyncExitStack() as stack:
+            for key, tenant in (("key of a", "a"), ("key of b", "b"), ("of nobody", "default")):
+                headers = {"authorization": f"Bearer {key}"}
+                asking = tasks.create_task(client.post(TEXT, json=body, headers=headers))
+                command = await worker.next(DecodeRequest)
+                assert command.request.tenant == tenant
+                worker.tokens(command, 0, [65], finish=FinishReason.LENGTH)
+                assert (await asking).status_code == 200
+                door = await stack.enter_async_context(AsyncClient(address, api_key=key))
+                answering = tasks.create_task(door.complete("hello", max_tokens=1))
+                command = await worker.next(DecodeRequest)
+                assert command.request.tenant == tenant
+                worker.tokens(command, 0, [65], finish=FinishReason.LENGTH)
+                await answering
+        refused = await client.post(TEXT, json=body, headers={"authorization": "Bearer of c"})
+        assert refused.status_code == 401
+        async with AsyncClient(address, api_key="key of c") as door:
+            with pytest.raises(UnauthenticatedError):
+                await door.complete("hello")
 
 
 async def test_a_strict_door_refuses_what_it_does_not_know(tmp_path: Path) -> None:

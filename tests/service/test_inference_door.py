@@ -6,9 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from moonpool.api.v1 import inference_pb2, inference_pb2_grpc
+from moonpool.config.api_keys import ApiKeys, key_digest
+from moonpool.errors import UnauthenticatedError
 from moonpool.ids import RequestId
 from moonpool.inference.generation import GenerationChunk, GenerationEvent, GenerationRequest
+from moonpool.rpc.calls import replies
 from moonpool.rpc.channel import open_channel
 from moonpool.rpc.metadata import call_metadata
 from moonpool.rpc.server import RpcServer
@@ -38,10 +43,12 @@ class EndlessDoor:
     def __init__(self) -> None:
         self.left = asyncio.Event()
         self.labels: list[str] = []
+        self.tenants: list[str] = []
 
     @asynccontextmanager
     async def submit(self, request: GenerationRequest, *, endpoint: str) -> AsyncIterator[Endless]:
         self.labels.append(request.client_request_id)
+        self.tenants.append(request.tenant)
         try:
             yield Endless()
         finally:
@@ -49,11 +56,13 @@ class EndlessDoor:
 
 
 @asynccontextmanager
-async def serving(front: EndlessDoor, *, stall_s: float) -> AsyncIterator[str]:
-    server = RpcServer()
+async def serving(
+    front: EndlessDoor, *, stall_s: float = 5.0, keys: ApiKeys | None = None
+) -> AsyncIterator[str]:
+    server = RpcServer(key=keys)
     server.add(
         inference_pb2_grpc.add_InferenceServicer_to_server,
-        InferenceDoor(front, stall_s=stall_s),
+        InferenceDoor(front, keys=keys, stall_s=stall_s),
         inference_door.SERVICE,
     )
     await server.start()
@@ -86,6 +95,33 @@ async def test_a_calls_label_is_its_requests_unless_that_has_its_own() -> None:
             await call.read()
             call.cancel()
     assert front.labels == ["the call's", "own"]
+
+
+async def test_a_request_is_its_keys_tenants() -> None:
+    front = EndlessDoor()
+    keys = ApiKeys({key_digest(b"of a"): "a", key_digest(b"of b"): "b"})
+    async with serving(front, keys=keys) as address, open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        for key in ("of b", "of a"):
+            call = stub.Generate(request(), metadata=call_metadata(key=key))
+            await call.read()
+            call.cancel()
+        for key in ("", "of c", "of a "):
+            call = stub.Generate(request(), metadata=call_metadata(key=key))
+            with pytest.raises(UnauthenticatedError):
+                async for _ in replies(call, inference_pb2.GenerateReply, peer="door"):
+                    pass
+    assert front.tenants == ["b", "a"]
+
+
+async def test_without_keys_every_request_is_the_default_tenants() -> None:
+    front = EndlessDoor()
+    async with serving(front) as address, open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        call = stub.Generate(request(), metadata=call_metadata(key="anything"))
+        await call.read()
+        call.cancel()
+    assert front.tenants == ["default"]
 
 
 async def test_a_client_that_reads_keeps_it_and_one_that_cancels_ends_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+from hashlib import sha256
 from pathlib import Path
 from typing import get_args
 
@@ -19,6 +20,7 @@ from moonpool.config.process import (
     write_document,
 )
 from moonpool.config.schema import (
+    ApiKeySettings,
     ClusterConfig,
     EvictionPolicyName,
     NatsSettings,
@@ -27,6 +29,7 @@ from moonpool.config.schema import (
     RouterSettings,
     StoreSettings,
     TelemetrySettings,
+    TenantSettings,
     WorkerSettings,
     default_data_dir,
 )
@@ -39,6 +42,7 @@ from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool_router.placement_config import routing_config
 
 _REPO = Path(__file__).parents[2]
+_DIGEST = sha256(b"hunter2!").hexdigest()
 
 
 def load(
@@ -147,6 +151,60 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         ("[router]\nhost = '0.0.0.0'", "can be reached by others: allowed with an api_key"),
         ("[worker]\nhost = '0.0.0.0'", "set advertise_host"),
         (
+            "[[router.api_keys]]\ntenant = ''\nkey = 'long enough'",
+            "router.api_keys[0].tenant = '' (cluster.toml): allowed are 1 to 256 letters",
+        ),
+        (
+            "[[router.api_keys]]\nkey = 'long enough'",
+            "router.api_keys[0].tenant (cluster.toml): is missing",
+        ),
+        (
+            "[[router.api_keys]]\ntenant = 'a'",
+            "router.api_keys[0]: key, key_sha256: neither is set; allowed is exactly one of them",
+        ),
+        (
+            f"[[router.api_keys]]\ntenant = 'a'\nkey = 'hunter2!'\nkey_sha256 = '{_DIGEST}'",
+            "router.api_keys[0]: key, key_sha256: both are set; allowed is exactly one of them",
+        ),
+        (
+            "[router]\napi_keys = [{tenant = 'a', key = 'hunter2!'}, {tenant = 'b', key = 'hunter2!'}]",
+            "router: api_keys[0] and api_keys[1] have the same key: each may be named once",
+        ),
+        (
+            "[router]\napi_keys = [{tenant = 'a', key = 'hunter2!'}, "
+            f"{{tenant = 'a', key_sha256 = '{_DIGEST}'}}]",
+            "router: api_keys[0] and api_keys[1] have the same key: each may be named once",
+        ),
+        (
+            f"[router]\napi_keys = [{{tenant = 'a', key_sha256 = '{_DIGEST}'}}, "
+            f"{{tenant = 'b', key_sha256 = '{_DIGEST.upper()}'}}]",
+            "router: api_keys[0] and api_keys[1] have the same key: each may be named once",
+        ),
+        (
+            f"[router]\napi_key = 'hunter2!'\napi_keys = [{{tenant = 'a', key_sha256 = '{_DIGEST}'}}]",
+            "router: api_key and api_keys[0] have the same key: each may be named once",
+        ),
+        (
+            "[[router.api_keys]]\ntenant = 'a'\nkey = 'hunter2'",
+            "router.api_keys[0].key = ... (cluster.toml): string should have at least 8 characters",
+        ),
+        (
+            "[[router.api_keys]]\ntenant = 'a'\nkey_sha256 = 'hunter2!'",
+            "router.api_keys[0].key_sha256 = ... (cluster.toml): string should match pattern",
+        ),
+        (
+            "[[router.api_keys]]\ntenant = 'a'\nkeys = 'hunter2!'",
+            "router.api_keys[0].keys (cluster.toml): unknown key; did you mean key?",
+        ),
+        (
+            "[router]\napi_keys = ['hunter2!']",
+            "router.api_keys[0] = ... ",
+        ),
+        (
+            "[router]\napi_keys = 'hunter2!'",
+            "router.api_keys = ... (cluster.toml): input should be",
+        ),
+        (
             "[worker]\nadvertise_host = '10.0.0.1:80'",
             "worker.advertise_host = '10.0.0.1:80' (cluster.toml): allowed is a name or an IP address",
         ),
@@ -170,6 +228,8 @@ def test_a_mistake_names_key_value_source_and_what_is_allowed(
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert message in caught.value.message
+    assert "hunter2" not in caught.value.message
+    assert _DIGEST not in caught.value.message.lower()
     assert len(caught.value.message.splitlines()) == 1
 
 
@@ -199,6 +259,12 @@ def test_an_api_key_is_never_shown(tmp_path: Path) -> None:
     loaded = load(tmp_path, "[router]\napi_key = 'correct-horse'")
     assert ("router.api_key", "(set)", "cluster.toml") in list(loaded.rows())
     assert "correct-horse" not in repr(loaded.config)
+    text = "[router]\napi_keys = [{tenant = 'a', key = 'correct-horse'}, {tenant = 'b', key_sha256 = '%s'}]"
+    loaded = load(tmp_path, text % _DIGEST)
+    assert ("router.api_keys", "a, b", "cluster.toml") in list(loaded.rows())
+    shown = f"{loaded.config!r} {list(loaded.rows())}"
+    assert "correct-horse" not in shown
+    assert _DIGEST not in shown
 
 
 def test_credentials_in_a_url_are_never_shown(tmp_path: Path) -> None:
@@ -274,13 +340,21 @@ def test_the_example_file_shows_every_key_but_those_for_breaking_things() -> Non
         if not re.search(rf"^(# )?{key} = |^\[+(router\.)?{key}\]", text, re.MULTILINE)
     }
     assert hidden == {"failpoints", "unsafe_failpoints"}
+    entries = (*ApiKeySettings.model_fields, *TenantSettings.model_fields)
+    assert {key for key in entries if not re.search(rf"\b{key} = ", text)} == set()
 
 
 def test_documents_come_back_as_they_were(tmp_path: Path) -> None:
     cluster = ClusterConfig.model_validate(
         {
             "data_dir": tmp_path,
-            "router": {"api_key": "correct-horse"},
+            "router": {
+                "api_key": "correct-horse",
+                "api_keys": [
+                    {"tenant": "a", "key": "battery-staple"},
+                    {"tenant": "b", "key_sha256": _DIGEST},
+                ],
+            },
             "workers": [{"role": "both", "max_num_seqs": 3}],
         }
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from moonpool.tiering.breaker import BreakerState
 from moonpool.tiering.homes import home_key, home_of
@@ -18,7 +19,7 @@ from moonpool.tiering.offloader import (
     OffloaderConfig,
     PutOutcome,
 )
-from moonpool.tiering.protocol import DEFAULT_TENANT, PutRefusal
+from moonpool.tiering.protocol import PutRefusal
 from support.kv import make_chain
 
 QUIET_S = 0.25

@@ -127,7 +127,7 @@ async def _live(config: ClusterConfig, model: str, view: UpView) -> int:
                 endpoints=cluster.endpoints,
                 run_dir=str(cluster.run_dir),
             )
-            with published(_run_file(facts)):
+            with published(_run_file(facts, key=cluster.door_key)):
                 view.on_ready(facts)
                 await signals.wait()
     except UnavailableError as error:
@@ -175,7 +175,7 @@ class _Signals:
             self._cluster.force()
 
 
-def _run_file(facts: ClusterFacts) -> RunFile:
+def _run_file(facts: ClusterFacts, *, key: str | None) -> RunFile:
     return RunFile(
         name=facts.config.name,
         model=facts.model,
@@ -185,7 +185,7 @@ def _run_file(facts: ClusterFacts) -> RunFile:
         grpc_address=facts.endpoints.grpc_address,
         http_url=facts.endpoints.http_url,
         nats_url=facts.endpoints.nats_url,
-        api_key=facts.config.router.api_key,
+        api_key=key,
         run_dir=facts.run_dir,
     )
 

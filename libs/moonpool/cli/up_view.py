@@ -82,14 +82,14 @@ def how_to_talk(facts: ClusterFacts) -> list[tuple[str, str]]:
     url = facts.endpoints.http_url
     rows = [("chat", "moonpool chat"), ("status", "moonpool status")]
     if url:
-        key = facts.config.router.api_key is not None
+        has_keys = facts.config.router.has_keys
         body = json.dumps(
             {
                 "model": facts.model,
                 "messages": [{"role": "user", "content": "Why is the sky blue?"}],
             }
         )
-        authorization = " -H 'authorization: Bearer YOUR_KEY'" if key else ""
+        authorization = " -H 'authorization: Bearer YOUR_KEY'" if has_keys else ""
         rows += [
             (
                 "curl",

@@ -156,6 +156,12 @@ class LocalCluster:
         )
 
     @property
+    def door_key(self) -> str | None:
+        """With it whoever runs the cluster comes in at its doors; None: they take everyone."""
+        router = self.config.router
+        return router.api_key or (self._key if router.has_keys else None)
+
+    @property
     def nats_process(self) -> ChildProcess | None:
         """The broker's, if it is ours and has been started."""
         return self._nats.process if self._nats is not None else None
@@ -280,12 +286,12 @@ class LocalCluster:
     async def status(self, router: str = ROUTER) -> RouterSnapshot:
         """What a router says of itself and its workers."""
         address = str(self._parts[router].fact("grpc_address"))
-        return await fetch_status(address, key=self.config.router.api_key, deadline_s=5.0)
+        return await fetch_status(address, key=self.door_key, deadline_s=5.0)
 
     async def cache_stats(self, router: str = ROUTER) -> CacheStats:
         """What a router has counted of the reuse of KV, and believes of its workers' caches."""
         address = str(self._parts[router].fact("grpc_address"))
-        return await fetch_cache_stats(address, key=self.config.router.api_key, deadline_s=5.0)
+        return await fetch_cache_stats(address, key=self.door_key, deadline_s=5.0)
 
     async def ledger(self, worker_id: str) -> LedgerReport:
         """The block ledger and open streams of a worker or a store."""

@@ -32,6 +32,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     #: Empty if the router opens no HTTP door.
     http_url: str
     nats_url: str
+    #: With it whoever runs the cluster comes in.
     api_key: str | None
     run_dir: str
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from moonpool.config.values import without_credentials
 
-#: Keys whose values are never shown.
-_SECRET_KEYS = frozenset({"api_key"})
+#: Keys whose values are never shown, nor what lies below them, but for the names of tenants.
+_SECRET_KEYS = frozenset({"api_key", "api_keys"})
 
 OriginOf = Callable[[str], str]
 
@@ -93,11 +93,8 @@ def _describe(
     if kind == "value_error" and isinstance(value, dict):
         # A rule between keys: its text names them.
         return f"{key + ': ' if key else ''}{problem} ({origin})"
-    shown = (
-        "..."
-        if location and location[-1] in _SECRET_KEYS
-        else without_credentials(repr(value))[:80]
-    )
+    is_secret = not _SECRET_KEYS.isdisjoint(location) and location[-1] != "tenant"
+    shown = "..." if is_secret else without_credentials(repr(value))[:80]
     return f"{key} = {shown} ({origin}): {problem[:1].lower()}{problem[1:]}"
 
 

@@ -98,7 +98,9 @@ class LoadedConfig:
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """(key, value, origin) of every key, in the schema's order; secrets are not shown."""
         for key, value in _leaves(self.config, ""):
-            shown = "(set)" if key.endswith("api_key") and value is not None else _shown(value)
+            if key == "router.api_keys":
+                value = tuple(one.tenant for one in self.config.router.api_keys)
+            shown = "(set)" if key == "router.api_key" and value is not None else _shown(value)
             yield key, shown, self.origin_of(key)
 
     def origin_of(self, key: str) -> str:

@@ -20,14 +20,17 @@ from pydantic import (
     model_validator,
 )
 
+from moonpool.config.api_keys import ApiKeys, key_digest
 from moonpool.config.values import (
     Address,
     CpuList,
     Host,
     SizeBytes,
+    TenantName,
     is_loopback,
     is_wildcard,
 )
+from moonpool.inference.request import DEFAULT_TENANT
 
 Dtype = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8"]
@@ -44,6 +47,7 @@ DiskAdmissionName = Literal["all", "second_hit", "budget"]
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 Port = Annotated[int, Field(ge=0, le=65_535)]
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+KeyText = Annotated[str, StringConstraints(min_length=8, max_length=512)]
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -134,17 +138,45 @@ class PlacementSettings(Section):
         return value.replace("-", "_") if isinstance(value, str) else value
 
 
+class ApiKeySettings(Section):
+    """A key of the doors, and whose requests are those that come with it."""
+
+    tenant: TenantName
+    #: As clients send it; or, so that this file does not hold it, ...
+    key: KeyText | None = Field(default=None, repr=False)
+    #: ... its SHA-256 in hex.
+    key_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] | None = Field(
+        default=None, repr=False
+    )
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        if self.key is not None:
+            return key_digest(self.key.encode())
+        assert self.key_sha256 is not None, self
+        return bytes.fromhex(self.key_sha256)
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> Self:
+        if (self.key is None) == (self.key_sha256 is None):
+            problem = "neither is set" if self.key is None else "both are set"
+            raise ValueError(f"key, key_sha256: {problem}; allowed is exactly one of them")
+        return self
+
+
 class RouterSettings(Section):
     """The front door."""
 
-    #: Address of both doors. Anything but loopback needs `api_key`.
+    #: Address of both doors. Anything but loopback needs a key.
     host: Host = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 8001
-    #: Bearer key that clients must send; None accepts everyone who can reach the address.
-    api_key: Annotated[str, StringConstraints(min_length=8, max_length=512)] | None = Field(
-        default=None, repr=False
-    )
+    #: Bearer key that clients must send, for the tenant `default`. Without any key everyone is that tenant who
+    #: can reach the address.
+    api_key: KeyText | None = Field(default=None, repr=False)
+    #: More keys, each with its tenant. A tenant may have several.
+    api_keys: tuple[ApiKeySettings, ...] = Field(default=(), max_length=256)
     #: The model's name at the door; the cluster's `model` if None.
     served_model_name: str | None = None
     #: Refuse unknown fields of a request instead of warning about them.
@@ -161,9 +193,40 @@ class RouterSettings(Section):
     placement: PlacementSettings = PlacementSettings()
     cpus: CpuList = ()
 
+    @property
+    def has_keys(self) -> bool:
+        """Clients must send one."""
+        return self.api_key is not None or bool(self.api_keys)
+
+    def door_keys(self, cluster_key: str) -> ApiKeys | None:
+        """The keys that both doors take; None: there are none, and everyone may come in.
+
+        Args:
+            cluster_key: That of internal calls. With it whoever runs the cluster comes in, as the tenant
+                `default`, also where only digests of keys are known.
+        """
+        if not self.has_keys:
+            return None
+        keys = {key_digest(cluster_key.encode()): DEFAULT_TENANT}
+        if self.api_key is not None:
+            keys[key_digest(self.api_key.encode())] = DEFAULT_TENANT
+        return ApiKeys(keys | {one.digest: one.tenant for one in self.api_keys})
+
+    @model_validator(mode="after")
+    def _has_each_key_once(self) -> Self:
+        names: dict[bytes, str] = {}
+        if self.api_key is not None:
+            names[key_digest(self.api_key.encode())] = "api_key"
+        for index, one in enumerate(self.api_keys):
+            name = f"api_keys[{index}]"
+            earlier = names.setdefault(one.digest, name)
+            if earlier != name:
+                raise ValueError(f"{earlier} and {name} have the same key: each may be named once")
+        return self
+
     @model_validator(mode="after")
     def _has_key_if_reachable(self) -> Self:
-        if self.api_key is None and not is_loopback(self.host):
+        if not self.has_keys and not is_loopback(self.host):
             raise ValueError(
                 f"host = {self.host!r} can be reached by others: allowed with an api_key, "
                 "without one only 127.0.0.1, ::1 and localhost"
@@ -249,7 +312,7 @@ class WorkerSettings(Section):
 class TenantSettings(Section):
     """What one tenant may count on, and at most hold, of each store's memory. The others share the rest."""
 
-    tenant: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    tenant: TenantName
     #: Nobody else's blocks push it below this.
     floor_bytes: SizeBytes = Field(default=0, ge=0)
     #: It holds at most this; None: whatever the others leave.

@@ -1,4 +1,4 @@
-"""Value types of the schema: sizes, CPU lists, hosts."""
+"""Value types of the schema: sizes, CPU lists, hosts, names of tenants."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ MAX_CPUS = 4_096
 _NO_CPU_LIST = "allowed is a list of CPU numbers and ascending ranges, like 0-2,5"
 _CREDENTIALS = re.compile(r"//[^/@\s,]*@")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+#: As wire/fields.py takes a name.
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,255}")
 
 
 def parse_size(value: object) -> object:
@@ -97,6 +99,19 @@ def plain_host(value: str) -> str:
     return host
 
 
+def tenant_name(value: str) -> str:
+    """The name as it is.
+
+    Raises:
+        ValueError: It could not travel with a request.
+    """
+    if not _TENANT.fullmatch(value):
+        raise ValueError(
+            "allowed are 1 to 256 letters, digits and . _ : / @ -, the first a letter or digit"
+        )
+    return value
+
+
 def host_port(host: str, port: int) -> str:
     """What peers dial and URLs contain: `10.0.0.1:80`, `[::1]:80`. The host may have its brackets already."""
     plain = host.strip("[]")
@@ -132,5 +147,7 @@ Address = Annotated[
     str,
     StringConstraints(max_length=260, pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$"),
 ]
+#: Whose requests are: part of the block keys, and whose quota in stores.
+TenantName = Annotated[str, AfterValidator(tenant_name)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size)]
 CpuList = Annotated[tuple[int, ...], BeforeValidator(parse_cpus)]

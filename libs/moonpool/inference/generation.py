@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from moonpool.errors import InvalidRequestError
 from moonpool.ids import RequestId
 from moonpool.inference.output import FinishReason
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.inference.sampling import SamplingParams
 
 #: OpenAI and vLLM allow four.
@@ -81,7 +82,8 @@ class GenerationRequest:
     #: Empty: the one model that is served.
     model: str = ""
     options: SamplingOptions = SamplingOptions()
-    tenant: str = "default"
+    #: Whose it is, as the door says, never the client itself.
+    tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     #: The client's own label, for logs; the request id is minted by the router.
     client_request_id: str = ""

@@ -8,6 +8,9 @@ from typing import NamedTuple
 from moonpool.ids import RequestId
 from moonpool.inference.sampling import SamplingParams
 
+#: Whose a request is that came with no key, or with one that names nobody.
+DEFAULT_TENANT = "default"
+
 
 class Age(NamedTuple):
     """Order between requests: the smaller is the older. The same on every worker and router."""
@@ -33,7 +36,7 @@ class InferenceRequest:
     emitted_token_ids: tuple[int, ...] = ()
     #: Wall clock of the router at arrival: makes the age, which decides who may revoke whom.
     arrival_unix_s: float = 0.0
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     #: Higher is more urgent. 0 for everyone until an issue asks for more.
     priority: int = 0
     #: Narrows the cache namespace; the empty string is the tenant's common namespace.

@@ -53,6 +53,16 @@ def read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallCon
     )
 
 
+def bearer_key(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+    """The key that a call brought along; None if it brought none."""
+    given = b""
+    for name, value in metadata or ():
+        if name == AUTHORIZATION:
+            given = value.encode() if isinstance(value, str) else value
+    scheme, _, key = given.partition(b" ")
+    return key if scheme == b"Bearer" else None
+
+
 def clean_label(value: str) -> str:
     """A client's name for its request, fit for a log line."""
     return _UNPRINTABLE.sub("", value)[:MAX_REQUEST_LABEL_LENGTH]

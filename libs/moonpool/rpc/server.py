@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from moonpool.config.api_keys import ApiKeys
 from moonpool.config.values import host_port, is_loopback
 from moonpool.errors import ConfigError, UnavailableError
 from moonpool.rpc.auth import KeyInterceptor
@@ -32,7 +33,7 @@ class RpcServer:
     Args:
         host: Address to bind; anything but loopback needs a `key`.
         port: 0 takes a free one; read `port` after `start`.
-        key: The cluster key; None accepts every caller.
+        key: The cluster key, or the keys of a door; None accepts every caller.
         max_message_bytes: Bound of one message, both ways.
     """
 
@@ -41,7 +42,7 @@ class RpcServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        key: str | None = None,
+        key: str | ApiKeys | None = None,
         max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     ) -> None:
         if key is None and not is_loopback(host):
@@ -51,7 +52,8 @@ class RpcServer:
             )
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
         if key is not None:
-            interceptors.insert(0, KeyInterceptor(key))
+            keys = ApiKeys.single(key) if isinstance(key, str) else key
+            interceptors.insert(0, KeyInterceptor(keys))
         self._server = grpc.aio.server(
             interceptors=interceptors, options=server_options(max_message_bytes)
         )

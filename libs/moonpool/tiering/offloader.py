@@ -47,11 +47,12 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from moonpool.tiering.breaker import Breaker, BreakerConfig, BreakerState
 from moonpool.tiering.homes import HOME_BLOCKS, home_key, home_of
 from moonpool.tiering.live_stores import LiveStores, StoreAnnounced, StoreNode
-from moonpool.tiering.protocol import DEFAULT_TENANT, PutRefusal
+from moonpool.tiering.protocol import PutRefusal
 
 #: Blocks that one tick goes through on its way to the starts of chains: a millisecond's work. What is due
 #: beyond that is looked at in the next tick, which is due at once.

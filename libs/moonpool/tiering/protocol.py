@@ -56,8 +56,6 @@ from moonpool.tiering.breaker import BreakerState
 
 #: In FetchReserved.block_ids: a block before `num_cached_tokens` that lies on disk only. Never read into.
 NOT_IN_ARENA = BlockId(-1)
-#: Whose a chain is of which nobody knows: that of requests that name no tenant.
-DEFAULT_TENANT = "default"
 
 
 class PutRefusal(enum.StrEnum):

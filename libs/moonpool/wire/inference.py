@@ -28,6 +28,7 @@ from moonpool.inference.generation import (
     check_prompt_length,
 )
 from moonpool.inference.output import FinishReason
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.wire.fields import MAX_TOKENS
 
 T = TypeVar("T")
@@ -39,12 +40,14 @@ def generation_request_from_pb(
     deadline_s: float | None,
     traceparent: str = "",
     request_label: str = "",
+    tenant: str = DEFAULT_TENANT,
 ) -> GenerationRequest:
     """Read a client's request.
 
     Args:
         deadline_s: The call's remaining time, if the client set one.
         request_label: The call's, for a message that has none of its own.
+        tenant: Whose it is, as the door says.
 
     Raises:
         InvalidRequestError: No prompt is set, or a list is too long.
@@ -63,6 +66,7 @@ def generation_request_from_pb(
             stop_token_ids=_bounded(options.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS),
             ignore_eos=options.ignore_eos,
         ),
+        tenant=tenant,
         cache_salt=message.cache_salt,
         client_request_id=message.client_request_id or request_label,
         deadline_s=deadline_s,

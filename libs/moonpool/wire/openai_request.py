@@ -29,6 +29,7 @@ from moonpool.inference.generation import (
     TokenPrompt,
     check_prompt_length,
 )
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.wire.fields import MAX_NAME_LENGTH, MAX_TOKENS
 from moonpool.wire.openai_fields import Json, check_fields, shown_name, unsupported
 
@@ -121,6 +122,8 @@ class HttpContext:
     traceparent: str = ""
     request_label: str = ""
     deadline_s: float | None = None
+    #: As the door says.
+    tenant: str = DEFAULT_TENANT
     is_strict: bool = False
 
 
@@ -211,6 +214,7 @@ def _request(
                 stop_token_ids=tuple(fields.stop_token_ids or ()),
                 ignore_eos=bool(fields.ignore_eos),
             ),
+            tenant=context.tenant,
             cache_salt=fields.cache_salt or "",
             client_request_id=context.request_label,
             deadline_s=context.deadline_s,

@@ -21,6 +21,7 @@ from moonpool.bus.nats import NatsBus
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
 from moonpool.clock import Clock, SystemClock
+from moonpool.config.api_keys import ApiKeys
 from moonpool.config.process import RouterConfig
 from moonpool.config.secret import load_or_create_secret
 from moonpool.dispatch.config import DispatchConfig
@@ -96,6 +97,7 @@ class RouterService:
         self._loop: DispatchLoop | None = None
         self._books: RouterBooks | None = None
         self._feed: IndexFeed | None = None
+        self._keys: ApiKeys | None = None
 
     @property
     def name(self) -> str:
@@ -106,6 +108,7 @@ class RouterService:
     async def start(self, life: Life) -> ReadyFacts:
         config, common = self._config, self._config.common
         secret = await asyncio.to_thread(load_or_create_secret, common.data_dir)
+        self._keys = config.router.door_keys(secret.rpc_key)
         model = self._model = await asyncio.to_thread(
             ServedModel.load,
             common.model,
@@ -252,12 +255,12 @@ class RouterService:
         server = self._server = RpcServer(
             host=settings.host,
             port=settings.grpc_port,
-            key=settings.api_key,
+            key=self._keys,
             max_message_bytes=PUBLIC_MESSAGE_BYTES,
         )
         server.add(
             inference_pb2_grpc.add_InferenceServicer_to_server,
-            InferenceDoor(pipeline),
+            InferenceDoor(pipeline, keys=self._keys),
             inference_door.SERVICE,
         )
         server.add(
@@ -282,7 +285,7 @@ class RouterService:
         door = HttpDoor(
             pipeline,
             settings=HttpSettings(
-                api_key=settings.api_key,
+                keys=self._keys,
                 is_strict=settings.is_strict,
                 max_body_bytes=settings.max_body_bytes,
             ),

@@ -23,8 +23,8 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 LABEL_HEADER = "x-request-id"
 
 
-def call_context(headers: Headers, *, is_strict: bool) -> HttpContext:
-    """What the headers say about a generation.
+def call_context(headers: Headers, *, tenant: str, is_strict: bool) -> HttpContext:
+    """What the headers say about a generation of this tenant's.
 
     Raises:
         InvalidRequestError: A timeout that is none.
@@ -34,6 +34,7 @@ def call_context(headers: Headers, *, is_strict: bool) -> HttpContext:
         traceparent=headers.get("traceparent", ""),
         request_label=clean_label(headers.get(LABEL_HEADER, "")),
         deadline_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
+        tenant=tenant,
         is_strict=is_strict,
     )
 

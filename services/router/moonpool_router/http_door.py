@@ -5,13 +5,12 @@
     GET /readyz     requests can be served; if not, why     GET /health    the same, as vLLM has it
     GET /metrics    Prometheus                              GET /version
 
-With an API key everything but /livez needs it. Whatever an endpoint raises becomes a response here,
-once; nothing of the server leaks.
+Where there are API keys everything but /livez needs one, and its tenant is the request's. Whatever an
+endpoint raises becomes a response here, once; nothing of the server leaks.
 """
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +24,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from moonpool import __version__
+from moonpool.config.api_keys import ApiKeys
 from moonpool.errors import (
     InvalidRequestError,
     MoonpoolError,
     NotFoundError,
     UnauthenticatedError,
 )
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.service import http_protocol
 from moonpool.service.http_protocol import (
     MAX_HEAD_BYTES,
@@ -71,7 +72,8 @@ log = structlog.get_logger("moonpool.router")
 class HttpSettings:
     """What an operator decides, and how long this door waits."""
 
-    api_key: str | None = None
+    #: None: everyone may come in, as the default tenant.
+    keys: ApiKeys | None = None
     is_strict: bool = False
     max_body_bytes: int = 8 * 2**20
     keep_alive_s: float = KEEP_ALIVE_S
@@ -98,7 +100,6 @@ class HttpDoor:
     ) -> None:
         self._front = front
         self._settings = settings
-        self._expected_key = settings.api_key.encode() if settings.api_key is not None else None
         self._not_ready_because = not_ready_because
         self._render_metrics = render_metrics
         self._on_refused = on_refused
@@ -132,7 +133,8 @@ class HttpDoor:
             await exchange.send(send, _told(exchange, message))
 
         try:
-            self._check_head(scope)
+            _check_size(scope)
+            exchange.tenant = self._tenant(scope)
             await self._routes(scope, receive, send_told)
         except ClientGoneError as error:
             self._note_failure(exchange, scope, error)
@@ -220,26 +222,22 @@ class HttpDoor:
 
     # -- parts --
 
-    def _check_head(self, scope: Scope) -> None:
-        """Bounds that the connection cannot check, and the key."""
-        raw = scope["headers"]
-        num_bytes = sum(len(name) + len(value) + 4 for name, value in raw)
-        if len(raw) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
-            raise InvalidRequestError(
-                f"At most {MAX_HEADERS} headers with {MAX_HEAD_BYTES} bytes are accepted.",
-                code="request_header_too_large",
-            )
-        if self._expected_key is None or scope["path"] == LIVE_PATH:
-            return
+    def _tenant(self, scope: Scope) -> str:
+        """Whose the request is, by its key."""
+        keys = self._settings.keys
+        if keys is None or scope["path"] == LIVE_PATH:
+            return DEFAULT_TENANT
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if not scheme:
             raise UnauthenticatedError(
                 "An API key is needed: send it as `Authorization: Bearer KEY`.",
                 code="missing_api_key",
             )
-        given = key.strip().encode("latin-1")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._expected_key):
+        given = key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
+        tenant = keys.tenant_of(given)
+        if tenant is None:
             raise UnauthenticatedError("The API key is not valid here.")
+        return tenant
 
     def _note_failure(self, exchange: HttpExchange, scope: Scope, error: MoonpoolError) -> None:
         exchange.error_code = error.code
@@ -251,6 +249,17 @@ class HttpDoor:
             self._front.model_name,
             created=self._started_unix_s,
             max_model_len=self._front.max_model_len,
+        )
+
+
+def _check_size(scope: Scope) -> None:
+    """Bounds that the connection cannot check."""
+    raw = scope["headers"]
+    num_bytes = sum(len(name) + len(value) + 4 for name, value in raw)
+    if len(raw) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
+        raise InvalidRequestError(
+            f"At most {MAX_HEADERS} headers with {MAX_HEAD_BYTES} bytes are accepted.",
+            code="request_header_too_large",
         )
 
 

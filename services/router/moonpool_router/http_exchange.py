@@ -10,6 +10,7 @@ from typing import Any
 
 from moonpool.errors import CancelledByClientError
 from moonpool.ids import RequestId
+from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.service.http_protocol import STALL_S, Connection, Message, Receive, Scope, Send
 
 #: Where the door leaves it in the scope.
@@ -28,6 +29,8 @@ class HttpExchange:
     #: Minted here: on every response, in logs and traces. The client's own name is only a label.
     request_id: RequestId = field(default_factory=lambda: RequestId(uuid.uuid4().hex))
     label: str = ""
+    #: Whose it is, by its key.
+    tenant: str = DEFAULT_TENANT
     #: 0 until the response has begun.
     status: int = 0
     #: Of the error that was told, also within a stream.

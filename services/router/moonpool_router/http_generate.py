@@ -69,7 +69,9 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        context = call_context(Headers(scope=scope), is_strict=self._is_strict)
+        context = call_context(
+            Headers(scope=scope), tenant=exchange.tenant, is_strict=self._is_strict
+        )
         exchange.label = context.request_label
         with self._front.admitted():
             body = await read_json(scope, receive, max_bytes=self._max_body_bytes)

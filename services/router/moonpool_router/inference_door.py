@@ -10,7 +10,10 @@ import structlog
 
 from moonpool.api.v1 import inference_pb2 as pb
 from moonpool.api.v1 import inference_pb2_grpc
-from moonpool.rpc.metadata import read_metadata
+from moonpool.config.api_keys import ApiKeys
+from moonpool.errors import UnauthenticatedError
+from moonpool.inference.request import DEFAULT_TENANT
+from moonpool.rpc.metadata import bearer_key, read_metadata
 from moonpool.wire.inference import generation_event_to_pb, generation_request_from_pb
 from moonpool_router.pipeline import CLIENT_STALL_S, Frontdoor
 
@@ -22,10 +25,21 @@ log = structlog.get_logger("moonpool.router")
 
 
 class InferenceDoor(inference_pb2_grpc.InferenceServicer):
-    """Errors leave as MoonpoolError; the server's interceptor maps them."""
+    """Errors leave as MoonpoolError; the server's interceptor maps them.
 
-    def __init__(self, pipeline: Frontdoor, *, stall_s: float = CLIENT_STALL_S) -> None:
+    Args:
+        keys: Those that the server takes; None: everyone comes in, as the default tenant.
+    """
+
+    def __init__(
+        self,
+        pipeline: Frontdoor,
+        *,
+        keys: ApiKeys | None = None,
+        stall_s: float = CLIENT_STALL_S,
+    ) -> None:
         self._pipeline = pipeline
+        self._keys = keys
         self._stall_s = stall_s
 
     async def Generate(  # noqa: N802 - the name is the protocol's
@@ -38,6 +52,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServicer):
             deadline_s=context.time_remaining(),
             traceparent=call.traceparent,
             request_label=call.request_label,
+            tenant=self._tenant(context),
         )
         task = asyncio.current_task()
         assert task is not None
@@ -60,6 +75,14 @@ class InferenceDoor(inference_pb2_grpc.InferenceServicer):
             id=self._pipeline.model_name, max_model_len=self._pipeline.max_model_len
         )
         return pb.ListModelsReply(models=[model])
+
+    def _tenant(self, context: grpc.aio.ServicerContext) -> str:
+        if self._keys is None:
+            return DEFAULT_TENANT
+        tenant = self._keys.tenant_of(bearer_key(context.invocation_metadata()))
+        if tenant is None:
+            raise UnauthenticatedError("The API key is not valid here.")
+        return tenant
 
 
 def _give_up(task: asyncio.Task[None], request_id: str) -> None:

@@ -1,0 +1,47 @@
+"""ApiKeys: who may come in by a key, and as which tenant.
+
+Keys are held as digests. A key that is given is compared with all of them in constant time, so the time
+that it takes says nothing about how close it was. Nothing here shows a key or a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Self
+
+from moonpool.inference.request import DEFAULT_TENANT
+
+
+def key_digest(key: bytes) -> bytes:
+    """SHA-256: what a configuration may hold in place of the key."""
+    return hashlib.sha256(key).digest()
+
+
+class ApiKeys:
+    """At least one key.
+
+    Args:
+        tenant_by_digest: By `key_digest`.
+    """
+
+    def __init__(self, tenant_by_digest: Mapping[bytes, str]) -> None:
+        assert tenant_by_digest, "without a key nobody could come in"
+        self._tenant_by_digest = dict(tenant_by_digest)
+
+    @classmethod
+    def single(cls, key: str) -> Self:
+        """One key, of the default tenant."""
+        return cls({key_digest(key.encode()): DEFAULT_TENANT})
+
+    def tenant_of(self, key: bytes | None) -> str | None:
+        """Whose key it is; None if there is none, or nobody has it."""
+        if key is None:
+            return None
+        given = key_digest(key)
+        found = None
+        for digest, tenant in self._tenant_by_digest.items():
+            if hmac.compare_digest(given, digest):
+                found = tenant
+        return found
