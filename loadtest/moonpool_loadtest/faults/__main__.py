@@ -49,6 +49,11 @@ from moonpool_loadtest.faults.scenarios import (
     run_router_restart,
     run_without_fault,
 )
+from moonpool_loadtest.faults.store_quota import (
+    NUM_FAMILIES_BESIDE_FLOOD,
+    quota_config,
+    run_flood,
+)
 from moonpool_loadtest.faults.store_ring import NUM_RING_FAMILIES, RING_SCENARIOS
 from moonpool_loadtest.faults.stores import (
     NUM_FAMILIES_BESIDE_KILLS,
@@ -60,6 +65,8 @@ from moonpool_loadtest.faults.stores import (
 
 _KINDS = ("handoff", "reuse", "stores", "ring")
 _POSITIONS = (0, 1, 7, 20)
+#: Families of a tenant that floods a store.
+_NUM_FLOODS = 8
 
 
 def cluster_config(
@@ -185,6 +192,22 @@ async def run_store_faults(
     return lab.reports
 
 
+async def run_quota_faults(config: ClusterConfig, *, vocab_size: int) -> list[FaultReport]:
+    """A tenant that floods a store. Prints a row as soon as it is known."""
+    sets = make_families(
+        FamilySizes(vocab_size=vocab_size),
+        num_judged=NUM_FAMILIES_BESIDE_FLOOD + _NUM_FLOODS,
+        num_for_leavers=0,
+    )
+    print("answers without faults ...", flush=True)
+    expected = await answers_without_faults(config, sets.judged_cases)
+    print(header(), flush=True)
+    async with open_lab(config, expected=expected, sets=sets, is_whole=True) as lab:
+        show(await run_flood(lab, num_floods=_NUM_FLOODS))
+    show(lab.reports[-1])
+    return lab.reports
+
+
 async def run_ring_faults(
     config: ClusterConfig, redis: RedisServer, *, vocab_size: int
 ) -> list[FaultReport]:
@@ -285,6 +308,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
                     config, vocab_size=vocab_size, num_kills=options.store_kills
                 )
                 reports += asyncio.run(faults)
+                config = quota_config(str(model.path), **common)
+                reports += asyncio.run(run_quota_faults(config, vocab_size=vocab_size))
             if "ring" in kinds:
                 ssd_dir, redis_dir = Path(home, "ring-ssd"), Path(home, "redis")
                 ssd_dir.mkdir()

@@ -143,7 +143,7 @@ async def answers_without_faults(config: ClusterConfig, cases: Sequence[Case]) -
         LocalCluster(aggregated, options=ClusterOptions(is_pinned=False)) as cluster,
         open_channel(cluster.endpoints.grpc_address) as channel,
     ):
-        client = Client(channel)
+        client = Client(channel, key=cluster.door_key)
         for start in range(0, len(cases), 8):
             for outcome in await client.ask_all(cases[start : start + 8]):
                 if outcome.error is not None:
@@ -295,7 +295,7 @@ async def open_lab(
     ):
         lab = FaultLab(
             cluster=cluster,
-            client=Client(channel),
+            client=Client(channel, key=cluster.door_key),
             expected=expected,
             fresh=list(sets.judged),
             fresh_for_leavers=list(sets.for_leavers),

@@ -28,7 +28,7 @@ from moonpool.tiering.offloader import OffloaderConfig
 from moonpool_loadtest.faults.lab import FaultLab, FaultReport
 from moonpool_loadtest.faults.redis_server import RedisServer
 from moonpool_loadtest.faults.waiting import within
-from moonpool_loadtest.faults.workload import Case, Client, Outcome
+from moonpool_loadtest.faults.workload import Case, Client, Outcome, num_shared_tokens
 
 #: Comes when the others have been there for a while.
 JOINS = "store-2"
@@ -327,7 +327,7 @@ class Ring:
         problems = await self.forget()
         cases = [family[number % len(family)] for number, family in enumerate(self.families)]
         outcomes = await self.lab.client.ask_all(cases)
-        num_shared = [_num_shared_tokens(family) for family in self.families]
+        num_shared = [num_shared_tokens(family, _BLOCK_SIZE) for family in self.families]
         num_found = [
             min(outcome.done.usage.num_store_tokens, num_tokens) if outcome.done else 0
             for outcome, num_tokens in zip(outcomes, num_shared, strict=True)
@@ -404,11 +404,3 @@ async def open_ring(
         num_at_home=num_at_home,
         num_at_once=num_at_once,
     )
-
-
-def _num_shared_tokens(family: Sequence[Case]) -> int:
-    """Tokens of the full blocks with which all prompts of a family begin."""
-    num_tokens = min(len(case.prompt) for case in family)
-    while len({case.prompt[:num_tokens] for case in family}) > 1:
-        num_tokens -= 1
-    return num_tokens // _BLOCK_SIZE * _BLOCK_SIZE

@@ -137,12 +137,31 @@ def make_family(
     return tuple(replace(tail, prompt=shared + tail.prompt) for tail in tails)
 
 
-class Client:
-    """Asks a router. One channel for all requests."""
+def num_shared_tokens(family: Sequence[Case], block_size: int) -> int:
+    """Tokens of the full blocks with which all prompts of a family begin."""
+    num_tokens = min(len(case.prompt) for case in family)
+    while len({case.prompt[:num_tokens] for case in family}) > 1:
+        num_tokens -= 1
+    return num_tokens // block_size * block_size
 
-    def __init__(self, channel: grpc.aio.Channel, *, deadline_s: float = 120.0) -> None:
+
+class Client:
+    """Asks a router. One channel for all requests.
+
+    Args:
+        key: The door's, if it wants one.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, key: str | None = None, deadline_s: float = 120.0
+    ) -> None:
         self._channel = channel
+        self._key = key
         self._deadline_s = deadline_s
+
+    def with_key(self, key: str) -> Client:
+        """The same, coming in by another key."""
+        return Client(self._channel, key=key, deadline_s=self._deadline_s)
 
     async def ask(self, case: Case) -> Outcome:
         """The whole answer, or the error."""
@@ -162,7 +181,9 @@ class Client:
         started = loop.time()
         request = outcome.case.request(deadline_s=self._deadline_s)
         try:
-            async with open_generation(self._channel, request, peer="router") as events:
+            async with open_generation(
+                self._channel, request, peer="router", key=self._key
+            ) as events:
                 async for event in events:
                     if isinstance(event, GenerationDone):
                         outcome.done = event
