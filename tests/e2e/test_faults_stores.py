@@ -1,13 +1,12 @@
-"""What a store keeps, and what its deaths cost, in a cluster of real processes.
+"""What a store keeps, for whom, and what its deaths cost, in a cluster of real processes.
 
-One cluster lives through all but the last of it, in the order of this file. Tokens must be those of the model alone;
+One cluster lives through all of it, in the order of this file. Tokens must be those of the model alone;
 afterwards every ledger is quiet, and nothing is left behind but what lies on the disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -15,8 +14,8 @@ import pytest_asyncio
 from moonpool_loadtest.faults.lab import FamilySizes, FaultLab, make_families
 from moonpool_loadtest.faults.store_quota import (
     NUM_FAMILIES_BESIDE_FLOOD,
-    quota_config,
     run_flood,
+    with_floors,
 )
 from moonpool_loadtest.faults.stores import (
     NUM_FAMILIES_BESIDE_KILLS,
@@ -32,7 +31,7 @@ from support.tiny_llama import TinyLlama, write_tiny_llama
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 _MODEL = TinyLlama()
-_NUM_FLOODS = 9
+_NUM_FLOODS = 12
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -50,10 +49,12 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultLa
     )
     sets = make_families(
         FamilySizes(vocab_size=_MODEL.vocab_size, tails=(8, 45), max_tokens=12),
-        num_judged=NUM_FAMILIES_BESIDE_KILLS + len(PLACES),
+        num_judged=(
+            NUM_FAMILIES_BESIDE_KILLS + len(PLACES) + NUM_FAMILIES_BESIDE_FLOOD + _NUM_FLOODS
+        ),
         num_for_leavers=0,
     )
-    async with fault_lab(config, sets, is_whole=True) as lab:
+    async with fault_lab(with_floors(config), sets, is_whole=True) as lab:
         yield lab
 
 
@@ -70,18 +71,5 @@ async def test_a_store_that_is_killed_in_the_middle_costs_no_token(lab: FaultLab
     check(await run_store_kills(lab, num_kills=len(PLACES)))
 
 
-async def test_a_tenants_flood_takes_nothing_below_anothers_floor(tmp_path: Path) -> None:
-    """In a cluster of its own, with a store that a few families fill."""
-    config = quota_config(
-        str(write_tiny_llama(tmp_path / "tiny", _MODEL)),
-        data_dir=tmp_path / "data",
-        dtype="float32",
-        is_checked=True,
-    )
-    sets = make_families(
-        FamilySizes(vocab_size=_MODEL.vocab_size, tails=(8, 45), max_tokens=12),
-        num_judged=NUM_FAMILIES_BESIDE_FLOOD + _NUM_FLOODS,
-        num_for_leavers=0,
-    )
-    async with fault_lab(config, sets, is_whole=True) as lab:
-        check(await run_flood(lab, num_floods=_NUM_FLOODS))
+async def test_a_tenants_flood_takes_nothing_below_anothers_floor(lab: FaultLab) -> None:
+    check(await run_flood(lab, num_floods=_NUM_FLOODS))

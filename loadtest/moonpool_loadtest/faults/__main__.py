@@ -51,8 +51,8 @@ from moonpool_loadtest.faults.scenarios import (
 )
 from moonpool_loadtest.faults.store_quota import (
     NUM_FAMILIES_BESIDE_FLOOD,
-    quota_config,
     run_flood,
+    with_floors,
 )
 from moonpool_loadtest.faults.store_ring import NUM_RING_FAMILIES, RING_SCENARIOS
 from moonpool_loadtest.faults.stores import (
@@ -175,10 +175,12 @@ async def run_reuse_faults(config: ClusterConfig, *, vocab_size: int) -> list[Fa
 async def run_store_faults(
     config: ClusterConfig, *, vocab_size: int, num_kills: int
 ) -> list[FaultReport]:
-    """What a store keeps, and what its deaths cost. Prints a row as soon as it is known."""
+    """What a store keeps, for whom, and what its deaths cost. Prints a row as soon as it is known."""
     sets = make_families(
         FamilySizes(vocab_size=vocab_size),
-        num_judged=NUM_FAMILIES_BESIDE_KILLS + num_kills,
+        num_judged=(
+            NUM_FAMILIES_BESIDE_KILLS + num_kills + NUM_FAMILIES_BESIDE_FLOOD + _NUM_FLOODS
+        ),
         num_for_leavers=0,
     )
     print("answers without faults ...", flush=True)
@@ -188,21 +190,6 @@ async def run_store_faults(
         show(await run_outlives_workers(lab))
         show(await run_outlives_itself(lab))
         show(await run_store_kills(lab, num_kills=num_kills))
-    show(lab.reports[-1])
-    return lab.reports
-
-
-async def run_quota_faults(config: ClusterConfig, *, vocab_size: int) -> list[FaultReport]:
-    """A tenant that floods a store. Prints a row as soon as it is known."""
-    sets = make_families(
-        FamilySizes(vocab_size=vocab_size),
-        num_judged=NUM_FAMILIES_BESIDE_FLOOD + _NUM_FLOODS,
-        num_for_leavers=0,
-    )
-    print("answers without faults ...", flush=True)
-    expected = await answers_without_faults(config, sets.judged_cases)
-    print(header(), flush=True)
-    async with open_lab(config, expected=expected, sets=sets, is_whole=True) as lab:
         show(await run_flood(lab, num_floods=_NUM_FLOODS))
     show(lab.reports[-1])
     return lab.reports
@@ -303,13 +290,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
             if "stores" in kinds:
                 ssd_dir = Path(home, "ssd")
                 ssd_dir.mkdir()
-                config = store_config(str(model.path), ssd_dir=ssd_dir, **common)
+                config = with_floors(store_config(str(model.path), ssd_dir=ssd_dir, **common))
                 faults = run_store_faults(
                     config, vocab_size=vocab_size, num_kills=options.store_kills
                 )
                 reports += asyncio.run(faults)
-                config = quota_config(str(model.path), **common)
-                reports += asyncio.run(run_quota_faults(config, vocab_size=vocab_size))
             if "ring" in kinds:
                 ssd_dir, redis_dir = Path(home, "ring-ssd"), Path(home, "redis")
                 ssd_dir.mkdir()
