@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -22,7 +23,7 @@ from moonpool.cli.up_view import Board, BoardView, ClusterFacts, LineView, how_t
 from moonpool.cli.waterfall import waterfall_lines, waterfall_rows
 from moonpool.cluster.local_cluster import Endpoints
 from moonpool.cluster.part import PartEvent, PartState
-from moonpool.config.schema import ClusterConfig, RouterSettings
+from moonpool.config.schema import ApiKeySettings, ClusterConfig, RouterSettings
 from moonpool.core.protocol import BlockLedger
 from moonpool.ids import Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.inference.generation import GenerationDone, PlacementSummary, Timing, Usage
@@ -380,6 +381,9 @@ def test_how_to_talk_to_a_cluster() -> None:
     assert rows["metrics"] == "http://127.0.0.1:8000/metrics"
     assert "authorization" not in rows["curl"]
     assert "authorization: Bearer" in dict(how_to_talk(facts("long enough")))["curl"]
+    keys = (ApiKeySettings(tenant="a", key="long enough"),)
+    keyed = replace(facts(), config=ClusterConfig(router=RouterSettings(api_keys=keys)))
+    assert "authorization: Bearer" in dict(how_to_talk(keyed))["curl"]
 
 
 def test_up_line_by_line() -> None:
