@@ -104,6 +104,23 @@ async def test_a_crash_is_followed_by_another_life_on_the_same_port(tmp_path: Pa
         assert part.fact("grpc_port") == 40_000
 
 
+async def test_a_held_part_begins_no_other_life(tmp_path: Path) -> None:
+    restart = RestartPolicy(min_pause_s=0.0, max_pause_s=0.0)
+    async with supervised(tmp_path, restart=restart) as part:
+        await part.wait_ready(timeout_s=30)
+        with part.held():
+            await part.kill()
+            await eventually(lambda: part.state is PartState.CRASHED, timeout_s=10, what="its end")
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert (part.state, part.num_starts) == (PartState.CRASHED, 1)
+        await part.wait_starts(2, timeout_s=30)
+        with part.held():
+            await part.kill()
+            await part.stop(timeout_s=10)
+    assert (part.state, part.num_starts) == (PartState.STOPPED, 2)
+
+
 async def test_without_restarts_a_crash_is_the_end(tmp_path: Path) -> None:
     restart = RestartPolicy(is_enabled=False)
     async with supervised(tmp_path, restart=restart) as part:

@@ -17,7 +17,7 @@ import enum
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -91,6 +91,9 @@ class Part:
         self._report: ReadyReport | None = None
         #: No other life is wanted.
         self._stopped = asyncio.Event()
+        #: Not set: no other life begins yet.
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._changed = asyncio.Condition()
         self._detail = ""
         #: Of the lives to come.
@@ -121,6 +124,15 @@ class Part:
         """
         self._next_failpoints = deque(failpoints)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it no other life begins, however the present one ends."""
+        self._may_start.clear()
+        try:
+            yield
+        finally:
+            self._may_start.set()
+
     def fact(self, key: str) -> str | int:
         """What the running process said of itself when it was ready (`grpc_address`, `http_port`).
 
@@ -150,6 +162,7 @@ class Part:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopped.wait()
+            await self._may_start.wait()
             pause_s = min(pause_s * 2, self._restart.max_pause_s)
         await self._set(PartState.STOPPED, "")
 
@@ -183,6 +196,7 @@ class Part:
     async def stop(self, *, timeout_s: float) -> None:
         """SIGTERM, wait for the drain, SIGKILL after `timeout_s`. Idempotent."""
         self._stopped.set()
+        self._may_start.set()
         if self._process is not None:
             await self._process.stop(timeout_s=timeout_s)
 
@@ -194,6 +208,7 @@ class Part:
     def force(self) -> None:
         """SIGKILL without waiting, and no other life."""
         self._stopped.set()
+        self._may_start.set()
         if self._process is not None:
             self._process.kill_now()
 

@@ -173,7 +173,9 @@ async def run_kill(lab: FaultLab, kill: Kill, next_life: str = "") -> FaultRepor
     lab.arm_next_life(kill.target, next_life)
     num_starts = lab.cluster.part(kill.target).num_starts
     started = asyncio.get_running_loop().time()
-    outcomes = await lab.client.ask_all(lab.take())
+    # Who asks again must not meet the next life: what that is armed with is for others.
+    with lab.cluster.part(kill.target).held():
+        outcomes = await lab.client.ask_all(lab.take())
     problems = await lab.died(kill.target, num_starts)
     if problems:
         await lab.disarm(kill.target)
