@@ -33,6 +33,7 @@ from moonpool.inference.generation import (
     Usage,
 )
 from moonpool.inference.output import FinishReason
+from moonpool.rpc.admin import fetch_status
 from moonpool.service.http_server import HttpServer
 from moonpool_router.http_door import HttpDoor, HttpSettings
 from support.eventually import eventually
@@ -270,6 +271,21 @@ async def test_a_request_is_its_keys_tenants_at_both_doors(tmp_path: Path) -> No
         async with AsyncClient(address, api_key="key of c") as door:
             with pytest.raises(UnauthenticatedError):
                 await door.complete("hello")
+
+
+async def test_a_tenants_key_says_nothing_about_the_cluster(tmp_path: Path) -> None:
+    keys = (ApiKeySettings(tenant="a", key="key of a"),)
+    async with router(tmp_path, api_key="operator's", api_keys=keys) as r, client_of(r) as client:
+        statuses = {
+            key: (await client.get(path, headers={"authorization": f"Bearer {key}"})).status_code
+            for key, path in (("key of a", "/metrics"), ("operator's", "/metrics"))
+        }
+        assert statuses == {"key of a": 403, "operator's": 200}
+        with pytest.raises(UnauthenticatedError, match="runs the cluster") as caught:
+            await fetch_status(r.client.address, key="key of a", deadline_s=10)
+        assert caught.value.code == "permission_denied"
+        status = await fetch_status(r.client.address, key="operator's", deadline_s=10)
+        assert status.num_running == 0
 
 
 async def test_a_strict_door_refuses_what_it_does_not_know(tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ def test_a_door_takes_all_keys_and_the_clusters_own() -> None:
     asked = ("the first one", "another one", "schlüssel", _CLUSTER_KEY, "else")
     tenants = [keys.tenant_of(key.encode()) for key in asked]
     assert tenants == ["default", "acme", "b@example.com", "default", None]
+    operators = [key for key in asked if keys.is_operator(key.encode())]
+    assert operators == ["the first one", _CLUSTER_KEY]
+    assert not keys.is_operator(None)
 
 
 def test_digests_alone_let_whoever_runs_the_cluster_in() -> None:

@@ -1,4 +1,4 @@
-"""ApiKeys: who may come in by a key, and as which tenant.
+"""ApiKeys: who may come in by a key, as which tenant, and who may ask about the cluster itself.
 
 Keys are held as digests. A key that is given is compared with all of them in constant time, so the time
 that it takes says nothing about how close it was. Nothing here shows a key or a digest.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Self
 
 from moonpool.inference.request import DEFAULT_TENANT
@@ -24,16 +24,22 @@ class ApiKeys:
 
     Args:
         tenant_by_digest: By `key_digest`.
+        operators: The digests among them of those who run the cluster.
     """
 
-    def __init__(self, tenant_by_digest: Mapping[bytes, str]) -> None:
+    def __init__(
+        self, tenant_by_digest: Mapping[bytes, str], *, operators: Collection[bytes] = ()
+    ) -> None:
         assert tenant_by_digest, "without a key nobody could come in"
+        assert set(operators) <= set(tenant_by_digest), "an operator has a tenant, too"
         self._tenant_by_digest = dict(tenant_by_digest)
+        self._operators = tuple(operators)
 
     @classmethod
     def single(cls, key: str) -> Self:
-        """One key, of the default tenant."""
-        return cls({key_digest(key.encode()): DEFAULT_TENANT})
+        """One key, of the default tenant and an operator."""
+        digest = key_digest(key.encode())
+        return cls({digest: DEFAULT_TENANT}, operators=(digest,))
 
     def tenant_of(self, key: bytes | None) -> str | None:
         """Whose key it is; None if there is none, or nobody has it."""
@@ -44,4 +50,14 @@ class ApiKeys:
         for digest, tenant in self._tenant_by_digest.items():
             if hmac.compare_digest(given, digest):
                 found = tenant
+        return found
+
+    def is_operator(self, key: bytes | None) -> bool:
+        """Whether it is the key of somebody who runs the cluster."""
+        if key is None:
+            return False
+        given = key_digest(key)
+        found = False
+        for digest in self._operators:
+            found |= hmac.compare_digest(given, digest)
         return found

@@ -175,7 +175,8 @@ class RouterSettings(Section):
     #: Bearer key that clients must send, for the tenant `default`. Without any key everyone is that tenant who
     #: can reach the address.
     api_key: KeyText | None = Field(default=None, repr=False)
-    #: More keys, each with its tenant. A tenant may have several.
+    #: More keys, each with its tenant, which may have several. They say nothing about the cluster: metrics, status
+    #: and caches are for `api_key`.
     api_keys: tuple[ApiKeySettings, ...] = Field(default=(), max_length=256)
     #: The model's name at the door; the cluster's `model` if None.
     served_model_name: str | None = None
@@ -207,10 +208,11 @@ class RouterSettings(Section):
         """
         if not self.has_keys:
             return None
-        keys = {key_digest(cluster_key.encode()): DEFAULT_TENANT}
+        operators = {key_digest(cluster_key.encode()): DEFAULT_TENANT}
         if self.api_key is not None:
-            keys[key_digest(self.api_key.encode())] = DEFAULT_TENANT
-        return ApiKeys(keys | {one.digest: one.tenant for one in self.api_keys})
+            operators[key_digest(self.api_key.encode())] = DEFAULT_TENANT
+        tenants = {one.digest: one.tenant for one in self.api_keys}
+        return ApiKeys(operators | tenants, operators=tuple(operators))
 
     @model_validator(mode="after")
     def _has_each_key_once(self) -> Self:

@@ -11,7 +11,7 @@ await server.stop(grace_s=5)       # refuses what is new, waits for what runs, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import grpc
@@ -34,6 +34,7 @@ class RpcServer:
         host: Address to bind; anything but loopback needs a `key`.
         port: 0 takes a free one; read `port` after `start`.
         key: The cluster key, or the keys of a door; None accepts every caller.
+        operator_services: Services that only an operator's key opens, if there are keys.
         max_message_bytes: Bound of one message, both ways.
     """
 
@@ -43,6 +44,7 @@ class RpcServer:
         host: str = "127.0.0.1",
         port: int = 0,
         key: str | ApiKeys | None = None,
+        operator_services: Collection[str] = (),
         max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     ) -> None:
         if key is None and not is_loopback(host):
@@ -53,7 +55,7 @@ class RpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
         if key is not None:
             keys = ApiKeys.single(key) if isinstance(key, str) else key
-            interceptors.insert(0, KeyInterceptor(keys))
+            interceptors.insert(0, KeyInterceptor(keys, operator_services=operator_services))
         self._server = grpc.aio.server(
             interceptors=interceptors, options=server_options(max_message_bytes)
         )

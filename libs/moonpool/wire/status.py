@@ -85,6 +85,7 @@ _ROW_BY_KIND = {row.kind: row for row in _ROWS}
 
 #: Codes whose HTTP status differs from their class's: the door's own refusals.
 _HTTP_STATUS_BY_CODE = {
+    "permission_denied": 403,
     "method_not_supported": 405,
     "request_timeout": 408,
     "request_header_too_large": 431,

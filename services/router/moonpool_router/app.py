@@ -256,6 +256,7 @@ class RouterService:
             host=settings.host,
             port=settings.grpc_port,
             key=self._keys,
+            operator_services=(admin_door.SERVICE,),
             max_message_bytes=PUBLIC_MESSAGE_BYTES,
         )
         server.add(

@@ -61,6 +61,7 @@ from moonpool_router.http_response import send_error
 from moonpool_router.pipeline import Frontdoor
 
 LIVE_PATH = "/livez"
+METRICS_PATH = "/metrics"
 #: Of what asks for tokens: as in the books.
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -114,7 +115,7 @@ class HttpDoor:
                 Route(LIVE_PATH, self._live, methods=["GET"]),
                 Route("/readyz", self._ready, methods=["GET"]),
                 Route("/health", self._ready, methods=["GET"]),
-                Route("/metrics", self._metrics, methods=["GET"]),
+                Route(METRICS_PATH, self._metrics, methods=["GET"]),
                 Route("/version", self._version, methods=["GET"]),
             ],
         )
@@ -237,6 +238,11 @@ class HttpDoor:
         tenant = keys.tenant_of(given)
         if tenant is None:
             raise UnauthenticatedError("The API key is not valid here.")
+        if scope["path"] == METRICS_PATH and not keys.is_operator(given):
+            raise UnauthenticatedError(
+                "Metrics are for whoever runs the cluster; a tenant's key does not open them.",
+                code="permission_denied",
+            )
         return tenant
 
     def _note_failure(self, exchange: HttpExchange, scope: Scope, error: MoonpoolError) -> None:
