@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from moonpool.config.process import RouterConfig, read_document
-from moonpool.errors import ConfigError
-from moonpool.service.life import StopPolicy
-from moonpool.service.runner import EXIT_CONFIG, run
+from moonpool.config.process import RouterConfig
+from moonpool.service.main import main
 from moonpool_router.app import build
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="moonpool_router", description=__doc__)
-    parser.add_argument("--config", required=True, help="the process's document, or - for stdin")
-    arguments = parser.parse_args()
-    try:
-        config = read_document(arguments.config, RouterConfig)
-    except ConfigError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return EXIT_CONFIG
-    return run(
-        build,
-        config,
-        name=config.router_id,
-        telemetry=config.common.telemetry,
-        policy=StopPolicy(drain_timeout_s=config.router.drain_timeout_s),
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(build, RouterConfig, program="moonpool_router", about=__doc__))
