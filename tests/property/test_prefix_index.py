@@ -1,7 +1,7 @@
 """A router's PrefixIndex against the caches of workers behind a link that does what it likes.
 
 The link loses, doubles, delays, reorders and damages batches, heartbeats and snapshots; workers restart and
-are lost. Once it is calm (one heartbeat of each worker, and the snapshots that are asked for then), the
+are lost; requests end before a worker tells what they left. Once it is calm (a few heartbeats of each worker, and the snapshots that are asked for then), the
 index is the workers' truth, and nothing that was delayed changes it any more.
 """
 
@@ -80,6 +80,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         #: Per worker, the lives that the router was told of, in their order.
         self.joined: dict[WorkerId, list[WorkerKey]] = {worker_id: [] for worker_id in WORKER_IDS}
         self.link: list[Sent] = []
+        #: Per life, what a request left there, and how many words ago the router saw it end.
+        self.left: dict[WorkerKey, list[tuple[set[int], int]]] = {}
 
     # -- workers --
 
@@ -140,6 +142,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     # -- what the router hears of it --
 
     def _hear(self, worker: WorkerKey, message: Message) -> None:
+        if worker in self.index.workers:
+            self._age(worker, message)
         match message:
             case EventBatch():
                 needs = self.index.apply(worker, message)
@@ -148,6 +152,26 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             case SetSnapshot():
                 needs = self.index.load_snapshot(worker, message)
         assert needs == self.index.needs_snapshot(worker)
+
+    def _age(self, worker: WorkerKey, message: Message) -> None:
+        """What was left is believed for two more words, unless the worker says otherwise."""
+        left = [(keys, age + 1) for keys, age in self.left.get(worker, []) if age < 2]
+        if isinstance(message, EventBatch):
+            gone = set(message.removed_keys.tolist())
+            left = [] if message.is_cleared else [(keys - gone, age) for keys, age in left]
+        self.left[worker] = left
+
+    @rule(worker_id=worker_ids, text=texts)
+    def leave(self, worker_id: WorkerId, text: str) -> None:
+        """The router sees a request end, before the worker's events tell what it left."""
+        self.compute(worker_id, text)
+        key = self._worker(worker_id).key
+        if key in self.index.workers:
+            held = set(self.index.keys_of(key).tolist())
+            keys = KEYS[text].tolist()
+            num_held = len(list(takewhile(held.__contains__, keys)))
+            self.index.expect(key, KEYS[text])
+            self.left.setdefault(key, []).append((set(keys[num_held:]), 0))
 
     def _take(self, data: st.DataObject, *, keep: bool = False) -> Sent:
         place = data.draw(st.integers(0, len(self.link) - 1))
@@ -194,7 +218,9 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(worker_id=worker_ids)
     def lose(self, worker_id: WorkerId) -> None:
-        self.index.lose(self._worker(worker_id).key)
+        key = self._worker(worker_id).key
+        self.index.lose(key)
+        self.left.pop(key, None)
 
     # -- calm --
 
@@ -207,7 +233,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             batch = worker.publish()
             if batch is not None and not is_lost:
                 self._hear(worker.key, batch)
-            self._hear(worker.key, worker.published.head)
+            for _ in range(3):
+                self._hear(worker.key, worker.published.head)
             if self.index.needs_snapshot(worker.key):
                 self._hear(worker.key, worker.published.snapshot())
         self._check_truth()
@@ -233,7 +260,9 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         for keys in KEYS.values():
             expected = {}
             for worker, has in held.items():
+                left = set[int]().union(*(left for left, _ in self.left.get(worker, [])))
                 run = list(takewhile(has.__contains__, keys.tolist()))
+                run += takewhile(left.__contains__, keys[len(run) :].tolist())
                 if run:
                     expected[worker] = len(run)
             assert self.index.match(keys) == expected

@@ -25,11 +25,14 @@ from support.router import RouterUnderTest, ask, router
 
 #: Longer than the router's threshold of 32.
 PROMPT = TokenPrompt(token_ids=(9,) * 100)
+OTHER_PROMPT = TokenPrompt(token_ids=(8,) * 100)
 
 
-async def answer(r: RouterUnderTest, worker: FakeWorker) -> tuple[DecodeRequest, str]:
+async def answer(
+    r: RouterUnderTest, worker: FakeWorker, prompt: TokenPrompt = PROMPT
+) -> tuple[DecodeRequest, str]:
     """One request with one token; what the decode worker was told, and the request's id."""
-    asking = asyncio.create_task(r.client.generate(ask(PROMPT, max_tokens=1)))
+    asking = asyncio.create_task(r.client.generate(ask(prompt, max_tokens=1)))
     command = await worker.next(DecodeRequest)
     worker.tokens(command, 0, [65], finish=FinishReason.LENGTH)
     answered = await asking
@@ -58,7 +61,7 @@ async def test_why_a_request_went_where_can_be_asked(tmp_path: Path) -> None:
         # A millisecond a token, both: here it takes 100 ms, elsewhere the handoff in addition.
         decode.load = replace(decode.load, fits=FITS)
         decode.send()
-        command, second_id = await answer(r, decode)
+        command, second_id = await answer(r, decode, OTHER_PROMPT)
         assert command.source is None
         (placement,) = await fetch_explanation(r.client.address, second_id, key=None, deadline_s=5)
         assert placement.record.is_measured
@@ -77,6 +80,22 @@ async def test_why_a_request_went_where_can_be_asked(tmp_path: Path) -> None:
 
         with pytest.raises(NotFoundError, match="No placement"):
             await fetch_explanation(r.client.address, "nobody", key=None, deadline_s=5)
+
+
+async def test_what_was_just_answered_is_expected_to_lie_where_it_ran(tmp_path: Path) -> None:
+    async with router(tmp_path) as r, fake_worker(r.cluster, r.bus) as decode:
+        await r.ready(1)
+        _, first_id = await answer(r, decode)
+        # The worker has told of no block, and tells of none.
+        _, second_id = await answer(r, decode)
+        plans = [
+            (await fetch_explanation(r.client.address, request_id, key=None, deadline_s=5))[0].plan
+            for request_id in (first_id, second_id)
+        ]
+    assert [(plan.kind, plan.num_computed_tokens) for plan in plans] == [
+        (PlanKind.RECOMPUTE, 100),
+        (PlanKind.LOCAL, 4),
+    ]
 
 
 async def test_the_operators_policy_is_followed(tmp_path: Path) -> None:

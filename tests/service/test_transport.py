@@ -22,7 +22,7 @@ from moonpool.native.fallback import FallbackKernels
 from moonpool.rpc.channel import make_channel
 from moonpool.transport.base import KvRead, LocalPool
 from moonpool.transport.grpc_reader import GrpcTransport
-from moonpool.transport.grpc_server import MESSAGE_BYTES
+from moonpool.transport.grpc_server import MAX_WAITING_SPANS, MESSAGE_BYTES
 from moonpool.transport.nixl import NixlTransport
 from moonpool.transport.nixl_agent import NixlUnusableError
 from moonpool.transport.nixl_source import NixlSource
@@ -375,12 +375,16 @@ async def test_a_server_refuses_what_no_reader_sends() -> None:
     async with serve_kv() as source:
         opened = kv_read.encode(kv_read.OpenRead(source=source.region.worker, credit_bytes=1 << 20))
         beyond = np.array([[SMALL.pool_bytes - 1, 2]])
+        poor = kv_read.encode(kv_read.OpenRead(source=source.region.worker, credit_bytes=1))
+        many = kv_read.encode(kv_read.ReadSpans(spans=np.full((kv_read.MAX_SPANS, 2), 2)))
+        num_messages = MAX_WAITING_SPANS // kv_read.MAX_SPANS + 1
         cases = [
             ([b"\xff\xff"], grpc.StatusCode.INVALID_ARGUMENT),
             ([kv_read.encode(kv_read.GrantCredit(credit_bytes=1))], _INVALID),
             ([opened, opened], _INVALID),
             ([opened, b""], _INVALID),
             ([opened, kv_read.encode(kv_read.ReadSpans(spans=beyond))], _OUT_OF_RANGE),
+            ([poor, *[many] * num_messages], _INVALID),
         ]
         async with grpc.aio.insecure_channel(source.region.grpc_address) as channel:
             for messages, expected in cases:

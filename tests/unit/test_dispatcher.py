@@ -22,6 +22,7 @@ from moonpool.dispatch.effects import (
     EmitTokens,
     EndRequest,
     Placed,
+    PrefixLeft,
     SendAbort,
     SendDecode,
     SendPrefill,
@@ -88,6 +89,8 @@ class Router:
         self.machine = Dispatcher(config)
         self.now = 0.0
         self.placements: list[Placed] = []
+        #: Of the last request that ended.
+        self.left: tuple[PrefixLeft, ...] = ()
         for worker in workers:
             self.join(worker)
 
@@ -101,7 +104,14 @@ class Router:
     def _seen(self, effects: list[DispatchEffect]) -> list[DispatchEffect]:
         self.machine.validate()
         self.placements += [effect for effect in effects if isinstance(effect, Placed)]
-        return [effect for effect in effects if not isinstance(effect, Placed)]
+        for effect in effects:
+            if isinstance(effect, EndRequest):
+                self.left = effect.left
+        return [
+            replace(effect, left=()) if isinstance(effect, EndRequest) else effect
+            for effect in effects
+            if not isinstance(effect, Placed)
+        ]
 
     def join(self, worker: WorkerKey, load: WorkerLoad = IDLE) -> list[DispatchEffect]:
         role = ROLES.get(worker, WorkerRole.DECODE)
@@ -232,6 +242,54 @@ def test_the_life_of_a_request(r: Router) -> None:
         abort(P),
     ]
     assert r.machine.num_requests == 0
+
+
+def left(worker: WorkerKey, num_tokens: int, *emitted: int) -> PrefixLeft:
+    return PrefixLeft(
+        key=worker, request=replace(A, emitted_token_ids=emitted), num_tokens=num_tokens
+    )
+
+
+def test_an_answer_leaves_all_but_its_last_token_and_a_prefill_the_prompt(r: Router) -> None:
+    r.arrive()
+    r.tokens(D, 0, 50, 51, 52, 53, finish_reason=FinishReason.LENGTH)
+    assert r.left == (left(D, 13, 50, 51, 52, 53), left(P, 10, 50, 51, 52, 53))
+
+
+def test_an_answer_of_one_token_leaves_the_prompt_where_it_was_prefilled(r: Router) -> None:
+    r.arrive()
+    r.tokens(P, 0, 50, finish_reason=FinishReason.STOP)
+    assert r.left == (left(P, 10, 50),)
+
+
+def test_a_stop_string_leaves_what_the_client_has(r: Router) -> None:
+    r.arrive()
+    r.tokens(D, 0, 50, 51, 52)
+    r(RequestStopped(request_id=A.request_id, num_output_tokens=2))
+    assert r.left == (left(D, 11, 50, 51), left(P, 10, 50, 51))
+
+
+def test_a_request_that_fails_leaves_nothing_to_count_on(r: Router) -> None:
+    r.arrive()
+    r.tokens(D, 0, 50, 51)
+    r(RequestCancelled(request_id=A.request_id))
+    assert r.left == ()
+
+
+def test_nothing_is_left_on_a_worker_that_was_lost(r: Router) -> None:
+    r.arrive()
+    r.tokens(D, 0, 50)
+    r(WorkerLost(key=P))
+    r.tokens(D, 1, 51, 52, 53, finish_reason=FinishReason.LENGTH)
+    assert r.left == (left(D, 13, 50, 51, 52, 53),)
+
+
+def test_a_request_that_stops_between_two_attempts_leaves_nothing(r: Router) -> None:
+    r.arrive()
+    r.tokens(D, 0, 50, 51)
+    r(WorkerLost(key=D))
+    r(RequestStopped(request_id=A.request_id, num_output_tokens=1))
+    assert r.left == ()
 
 
 def test_the_decode_workers_frames_alone_are_complete(r: Router) -> None:

@@ -10,6 +10,7 @@ from moonpool import native
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
 from moonpool.kv.block_key import block_keys
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from moonpool.kv.expected_blocks import ExpectedBlocks
 from moonpool.kv.key_table import DictKeyTable, KeyTable
 from moonpool.kv.prefix_index import PrefixIndex
 from moonpool.kv.published_set import EventBatch, PublishedSet, SetHead
@@ -160,6 +161,68 @@ def test_a_snapshot_older_than_a_gap_leaves_the_worker_behind(
     assert match(index, "abc") == {A: 1}
     assert not index.load_snapshot(A, a.published.snapshot())
     assert stands(index, a)
+
+
+def test_what_a_request_left_is_matched_before_its_worker_tells(
+    index: PrefixIndex, a: Worker, b: Worker
+) -> None:
+    index.apply(A, a.store("ab"))
+    index.expect(A, block_keys(make_chain("abcd")))
+    assert match(index, "abcde") == {A: 4}
+    assert match(index, "abx") == {A: 2}
+    assert index.head(A) == a.published.head
+    assert not index.needs_snapshot(A)
+    # B's words say nothing about A.
+    for _ in range(5):
+        index.note_head(B, b.published.head)
+    assert match(index, "abcde") == {A: 4}
+    index.apply(A, a.store("abcd"))
+    assert match(index, "abcde") == {A: 4}
+    assert stands(index, a)
+
+
+def test_what_a_request_left_is_believed_until_the_worker_has_had_its_say(
+    index: PrefixIndex, a: Worker
+) -> None:
+    index.apply(A, a.store("ab"))
+    index.expect(A, block_keys(make_chain("abcd")))
+    index.apply(A, a.store("x"))
+    index.note_head(A, a.published.head)
+    assert match(index, "abcd") == {A: 4}
+    index.note_head(A, a.published.head)
+    assert match(index, "abcd") == {A: 2}
+
+
+def test_what_a_request_left_and_a_worker_removes_is_not_matched(
+    index: PrefixIndex, a: Worker
+) -> None:
+    index.expect(A, block_keys(make_chain("abcd")))
+    a.store("abcd")
+    index.apply(A, a.remove("abcd", keep=3))
+    assert match(index, "abcd") == {A: 3}
+    index.apply(A, a.clear())
+    assert match(index, "abcd") == {}
+    index.load_snapshot(A, a.published.snapshot())
+
+
+def test_nothing_is_expected_of_a_worker_that_is_not_followed(
+    index: PrefixIndex, a: Worker
+) -> None:
+    index.expect(B, block_keys(make_chain("ab")))
+    assert match(index, "ab") == {}
+    index.expect(A, block_keys(make_chain("ab")))
+    index.lose(A)
+    index.join(A)
+    assert match(index, "ab") == {}
+
+
+def test_what_is_expected_of_a_worker_is_bounded() -> None:
+    expected = ExpectedBlocks(max_blocks=3)
+    expected.add(np.arange(1, 6, dtype=np.uint64))
+    expected.validate()
+    assert len(expected) == 3
+    assert expected.run_end(np.arange(1, 6, dtype=np.uint64), 0) == 0
+    assert expected.run_end(np.arange(3, 9, dtype=np.uint64), 0) == 3
 
 
 def test_a_late_snapshot_takes_nothing_back(index: PrefixIndex, a: Worker) -> None:

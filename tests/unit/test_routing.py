@@ -21,7 +21,7 @@ from moonpool.routing.forecast import PlanKind
 from moonpool.routing.query import PlacementQuery
 from moonpool.routing.selection import FilterReason, Selection
 from moonpool.routing.selector import PeerMatch, PlacementDecision, PrefillPlan, Selector
-from moonpool.routing.worker_view import WorkerRole, WorkerView
+from moonpool.routing.worker_view import WorkerFits, WorkerRole, WorkerView
 from support.fleet import FITS, make_key, make_query, make_view
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -200,6 +200,25 @@ def test_without_fits_the_unit_is_uncached_tokens() -> None:
     assert scores(decision.decode) == {"a": 0.0608, "b": 0.0804, "c": 0.1}
     assert chosen(decision.decode) == "a"
     assert not decision.is_measured
+
+
+def test_without_fits_the_longest_match_is_read_also_from_the_slower_peer() -> None:
+    transfers = {
+        "near": TransferCost(latency_s=0.002, bytes_per_s=1e9),
+        "far": TransferCost(latency_s=0.02, bytes_per_s=1e9),
+    }
+    fits = WorkerFits(transfers=tuple((make_key(peer), cost) for peer, cost in transfers.items()))
+    views = [
+        make_view("reader", DECODE, fits=fits),
+        make_view("near", WorkerRole.STORE),
+        make_view("far", WorkerRole.STORE),
+    ]
+    longer = place(views, make_query(1_000, cached={"near": 800, "far": 832}))
+    assert longer.plan is not None
+    assert longer.plan.peer == PeerMatch(key=make_key("far"), num_tokens=832, is_store=True)
+    equal = place(views, make_query(1_000, cached={"near": 800, "far": 800}))
+    assert equal.plan is not None
+    assert equal.plan.peer == PeerMatch(key=make_key("near"), num_tokens=800, is_store=True)
 
 
 def test_a_whole_decision() -> None:

@@ -58,6 +58,7 @@ from moonpool.dispatch.effects import (
     EndRequest,
     Placed,
     Placement,
+    PrefixLeft,
     SendAbort,
 )
 from moonpool.dispatch.events import (
@@ -609,7 +610,26 @@ class Dispatcher:
                 num_failures=request.num_failures,
                 error_code=error.code if error is not None else None,
                 error=error,
+                left=self._left(request) if finish_reason is not None else (),
             )
+        )
+
+    def _left(self, request: RequestRecord) -> tuple[PrefixLeft, ...]:
+        """What the workers keep of a request that has just ended well."""
+        placed = request.placed
+        if placed is None:
+            return ()
+        value = replace(request.request, emitted_token_ids=tuple(request.emitted))
+        left = []
+        if placed.has_decode_begun:
+            # The last token was drawn and not computed.
+            left.append((placed.decode, value.num_tokens - 1))
+        if placed.prefill is not None:
+            left.append((placed.prefill, len(value.prompt_token_ids)))
+        return tuple(
+            PrefixLeft(key=key, request=value, num_tokens=num_tokens)
+            for key, num_tokens in left
+            if key in self._fleet
         )
 
     # -- plumbing --

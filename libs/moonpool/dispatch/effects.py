@@ -9,6 +9,7 @@ from moonpool.handoff.messages import AbortRequest, DecodeRequest, PrefillReques
 from moonpool.ids import RequestId, WorkerKey
 from moonpool.inference.generation import Usage
 from moonpool.inference.output import FinishReason, TokenRun
+from moonpool.inference.request import InferenceRequest
 from moonpool.routing.disagg_decider import DisaggDecision
 from moonpool.routing.selection import Selection
 from moonpool.routing.selector import PlacementDecision, PrefillPlan
@@ -44,6 +45,17 @@ class EmitTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLeft:
+    """KV that a request leaves behind on a worker, which keeps it as long as it has room."""
+
+    key: WorkerKey
+    #: With what was emitted.
+    request: InferenceRequest
+    #: Leading tokens of prompt + emitted whose KV exists there.
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequest:
     """The request is over; exactly one per request, and its last effect but for aborts."""
 
@@ -58,6 +70,8 @@ class EndRequest:
     error_code: str | None = None
     #: The error itself, to raise or to map to a status.
     error: MoonpoolError | None = field(default=None, compare=False)
+    #: By the last attempt of one that ended well; a worker that was lost since has none.
+    left: tuple[PrefixLeft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

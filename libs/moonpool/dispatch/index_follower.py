@@ -28,6 +28,7 @@ import enum
 from dataclasses import dataclass
 
 from moonpool.ids import WorkerKey
+from moonpool.kv.block_key import KeyArray
 from moonpool.kv.prefix_index import PrefixIndex
 from moonpool.kv.published_set import EventBatch, SetHead, SetSnapshot
 from moonpool.routing.worker_view import WorkerInfo
@@ -131,6 +132,10 @@ class IndexFollower:
         if followed is not None:
             self._index.note_head(key, head)
             self._look(key, followed, now)
+
+    def on_left(self, key: WorkerKey, keys: KeyArray) -> None:
+        """A request has ended that left this chain of blocks behind."""
+        self._index.expect(key, keys)
 
     def on_snapshot(self, key: WorkerKey, snapshot: SetSnapshot, now: float) -> None:
         """The answer to AskSnapshot."""

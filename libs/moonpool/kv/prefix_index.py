@@ -14,6 +14,8 @@ Rules
   latest ones; they are applied on top. A worker that is behind catches up without one if the missing
   batches come after all.
 - Nothing is forgotten silently: while a set differs from the last head heard, needs_snapshot says so.
+- What a worker must hold by what was seen of a request (kv/expected_blocks.py) is believed for a few words of
+  the worker, beside its set: count and digest know nothing of it.
 - One incarnation of a worker at a time; one that was replaced is never followed again, until its
   worker is among those longest gone.
 
@@ -37,6 +39,7 @@ import numpy as np
 
 from moonpool.ids import WorkerKey
 from moonpool.kv.block_key import KeyArray, are_distinct, keys_digest
+from moonpool.kv.expected_blocks import ExpectedBlocks
 from moonpool.kv.key_table import DictKeyTable, KeyTable
 from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapshot
 from moonpool.kv.replaced_incarnations import ReplacedIncarnations
@@ -56,6 +59,7 @@ class _Follower:
     #: Batches that cannot be applied yet, by sequence, each beyond `head`.
     held: dict[int, EventBatch] = field(default_factory=dict)
     num_held_keys: int = 0
+    expected: ExpectedBlocks = field(default_factory=ExpectedBlocks)
 
     @property
     def needs_snapshot(self) -> bool:
@@ -122,6 +126,9 @@ class PrefixIndex:
         if follower is None:
             return False
         _hear(follower, batch.head)
+        if batch.is_cleared:
+            follower.expected.clear()
+        follower.expected.remove(batch.removed_keys)
         num_ahead = batch.head.sequence - follower.head.sequence
         if num_ahead == 1 and not follower.is_wrong:
             self._change(follower, batch)
@@ -147,6 +154,7 @@ class PrefixIndex:
         follower = self._followers.get(worker)
         if follower is None:
             return False
+        follower.expected.on_word()
         head = snapshot.head
         is_older = head.sequence < follower.head.sequence
         is_known = head.sequence == follower.head.sequence and not follower.is_wrong
@@ -159,6 +167,18 @@ class PrefixIndex:
                 follower.heard = head
             self._apply_held(follower)
         return follower.needs_snapshot
+
+    def expect(self, worker: WorkerKey, keys: KeyArray) -> None:
+        """The worker has just computed, or been given, this whole chain: its events will say so.
+
+        Args:
+            keys: uint64[n], the chain's keys from its start.
+        """
+        follower = self._followers.get(worker)
+        if follower is not None:
+            numbers, lengths = self._table.runs(keys)
+            num_known = dict(zip(numbers, lengths, strict=True)).get(follower.number, 0)
+            follower.expected.add(keys[num_known:])
 
     # -- what is known --
 
@@ -179,7 +199,14 @@ class PrefixIndex:
             keys: uint64[n], the chain's keys from its start.
         """
         numbers, lengths = self._table.runs(keys)
-        return dict(zip(map(self._worker_by_number.__getitem__, numbers), lengths, strict=True))
+        runs = dict(zip(map(self._worker_by_number.__getitem__, numbers), lengths, strict=True))
+        for worker, follower in self._followers.items():
+            if follower.expected:
+                start = runs.get(worker, 0)
+                end = follower.expected.run_end(keys, start)
+                if end > start:
+                    runs[worker] = end
+        return runs
 
     def head(self, worker: WorkerKey) -> SetHead:
         """What stands here for a worker that is followed.
@@ -223,6 +250,7 @@ class PrefixIndex:
             assert len(follower.held) <= self._max_held_batches, worker
             num_keys = sum(batch.num_keys for batch in follower.held.values())
             assert num_keys == follower.num_held_keys <= self._max_held_keys, worker
+            follower.expected.validate()
         self._incarnations.validate()
 
     # -- parts --
@@ -283,6 +311,7 @@ class PrefixIndex:
 
 
 def _hear(follower: _Follower, head: SetHead) -> None:
+    follower.expected.on_word()
     if head.sequence > follower.heard.sequence:
         follower.heard = head
     elif head.sequence == follower.head.sequence:

@@ -15,8 +15,8 @@ and from it
     tpot_s          of a decode step with the request in it
     chunked_tpot_s  the same, the request's chunks spread over the answers that run there
 
-Without any measured fit the costs are nominal: uncached tokens are the unit, seconds only a name, and
-nothing is known of interference.
+Without any measured fit the costs are nominal: uncached tokens are the unit, seconds only a name, reads only
+break ties, and nothing is known of interference.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from moonpool.routing.query import PlacementQuery
 _MAX_PEERS = 4
 #: Prefill workers whose handoff to each decode worker is weighed, the soonest ready first.
 _MAX_SOURCES = 8
+#: Of what reads take, while uncached tokens are the unit: a nominal token is many times as fast as some real
+#: ones, and reads may be measured before the first prefills are.
+_NOMINAL_READ_SHARE = 0.01
 
 
 class PlanKind(enum.StrEnum):
@@ -208,6 +211,8 @@ class Forecast:
             table.transfer_latency_s[:, peers]
             + num_read * table.bytes_per_token[:, None] / table.transfer_bytes_per_s[:, peers]
         )
+        if not table.is_measured:
+            load_s *= _NOMINAL_READ_SHARE
         num_before = held[:, None] + num_read
         compute_s = self._prefill_s(num_tokens - num_before, num_before)
         ready_s = np.maximum(self.queue_s[:, None], load_s) + compute_s

@@ -75,7 +75,7 @@ class PrefixMatcher:
         if self._namespace is None:
             return {}
         block_size = self._namespace.block_size
-        keys = self.keys(request)[: (request.num_tokens - 1) // block_size]
+        keys = self.keys_of(request, request.num_tokens - 1)
         return {
             worker: num_blocks * block_size
             for worker, num_blocks in self._index.match(keys).items()
@@ -101,6 +101,12 @@ class PrefixMatcher:
             chain.keys = np.concatenate([chain.keys, block_keys(hashes)])
             chain.last_hash = hashes[-1]
         return chain.keys[:num_blocks]
+
+    def keys_of(self, request: InferenceRequest, num_tokens: int) -> KeyArray:
+        """uint64[n]: the keys of the full blocks of its leading `num_tokens` of prompt + emitted."""
+        if self._namespace is None:
+            return _NO_KEYS
+        return self.keys(request)[: num_tokens // self._namespace.block_size]
 
     def key_job(self, request: InferenceRequest) -> KeyJob | None:
         """What is to be computed for `bring`; None while the namespace is not known."""

@@ -34,6 +34,9 @@ from moonpool.wire.fields import InvalidMessageError
 #: Smaller messages cost more of Python. Larger ones gain nothing where both ends keep freed memory, as
 #: they do, and fall out of the cache between copies.
 MESSAGE_BYTES = 1 << 20
+#: Most spans that wait to be served on one stream: ten gigabytes of a small model's blocks. A reader that is
+#: one asks for more only when little is under way.
+MAX_WAITING_SPANS = 1 << 20
 #: A stream must say whom it means within this time.
 OPEN_TIMEOUT_S = 5.0
 
@@ -85,20 +88,29 @@ async def _serve(
         raise InvalidMessageError("the first message of a read stream is ReadOpen")
     pool = pool_of(opened.source)
     credit = opened.credit_bytes
-    reads: deque[Gathering] = deque()
+    #: Each with its spans.
+    reads: deque[tuple[Gathering, int]] = deque()
+    num_waiting = 0
     await write(b"")
     while True:
-        while reads and credit >= (count := _next_message_bytes(reads[0].num_left)):
+        while reads and credit >= (count := _next_message_bytes(reads[0][0].num_left)):
             credit -= count
-            await write(reads[0].take(count))
-            if not reads[0].num_left:
+            gathering, num_spans = reads[0]
+            await write(gathering.take(count))
+            if not gathering.num_left:
                 reads.popleft()
+                num_waiting -= num_spans
         request = await anext(requests, None)
         if request is None:
             return
         match kv_read.decode(request):
             case kv_read.ReadSpans(spans=spans):
-                reads.append(kernels.gather(pool, spans))
+                num_waiting += len(spans)
+                if num_waiting > MAX_WAITING_SPANS:
+                    raise InvalidMessageError(
+                        f"{num_waiting} spans wait for credit on one stream; at most {MAX_WAITING_SPANS} may"
+                    )
+                reads.append((kernels.gather(pool, spans), len(spans)))
             case kv_read.GrantCredit(credit_bytes=more):
                 credit += more
             case kv_read.OpenRead():

@@ -192,8 +192,11 @@ class ReplayCluster:
                 case SendAbort(key=key, message=abort):
                     command = Abort(attempt_id=abort.attempt_id)
                     self._send(partial(self._workers[key].tell, command))
-                case EndRequest(request_id=request_id, error=error):
+                case EndRequest(request_id=request_id, error=error, left=left):
                     self.tally.num_failed += error is not None
+                    for prefix in left:
+                        keys = self._matcher.keys_of(prefix.request, prefix.num_tokens)
+                        self._index.expect(prefix.key, keys)
                     self._matcher.forget(request_id)
                 case _:
                     pass

@@ -4,6 +4,7 @@
     bus ------- announced heads -+-> IndexFollower -> PrefixIndex <- PrefixMatcher <- placement
     dispatch -- joined, lost ----+        |                              |
     workers <-- Worker.Snapshot ----------+  one question at a time each |
+    dispatch -- ended: what it left on whom ^                            |
     dispatch -- placed, ended --------------------------> ReuseBooks <---+
 
 When to ask a worker is the machine's to say (dispatch/index_follower.py); this is its IO and its clock.
@@ -119,6 +120,8 @@ class IndexFeed:
             )
 
     def on_request_ended(self, end: EndRequest) -> None:
+        for left in end.left:
+            self._follower.on_left(left.key, self._matcher.keys_of(left.request, left.num_tokens))
         self._matcher.forget(end.request_id)
         reuse = self._reuse.on_ended(end)
         if reuse is not None:
