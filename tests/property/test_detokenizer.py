@@ -77,3 +77,22 @@ def test_only_the_answers_first_space_is_dropped() -> None:
     ids = SENTENCEPIECE.encode("  a a")
     assert "".join(pieces(SENTENCEPIECE, ids)) == "  a a"
     assert SENTENCEPIECE.decode([1, *ids]) == "  a a"
+
+
+def test_an_answer_that_goes_on_with_a_text_keeps_its_first_space() -> None:
+    prompt, word = SENTENCEPIECE.encode("b"), SENTENCEPIECE.encode("a")
+    after_text = SENTENCEPIECE.detokenizer(after=[1, *prompt])
+    assert after_text.push(word[0]) == " a"
+    # Nothing but the token that begins every prompt: the answer is where the text begins.
+    assert SENTENCEPIECE.detokenizer(after=[1]).push(word[0]) == "a"
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_a_prompt_and_its_answer_join(prompt: str, answer: str) -> None:
+    for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
+        after = tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt + answer)
+        if ids[: len(after)] == after:
+            detokenizer = tokenizer.detokenizer(after=after)
+            found = "".join(map(detokenizer.push, ids[len(after) :])) + detokenizer.finish()
+            assert found == answer

@@ -8,7 +8,7 @@ Two ways in which a tokenizer.json says what a token's bytes are:
 
     byte level       each letter of the token is one byte, by GPT-2's table (GPT-2, Llama 3, SmolLM2)
     sentencepiece    "▁" is a space, "<0xE2>" is a byte, and the answer's first space is dropped
-                     where the decoder says so (Llama 2)
+                     where the decoder says so (Llama 2), unless it goes on with a text
 
 Bytes that are not UTF-8 become U+FFFD, as in every other decoder.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class TokenBytes:
     #: None for an id that no token has.
     by_id: tuple[bytes | None, ...]
     special_ids: frozenset[int]
-    #: Drop one space at the start of an answer.
+    #: Drop one space at the start of a text.
     is_first_space_dropped: bool
 
 
@@ -44,19 +45,18 @@ class Detokenizer:
 
     __slots__ = ("_decoder", "_drop_space", "_skip_special_tokens", "_tokens")
 
-    def __init__(self, tokens: TokenBytes, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokens: TokenBytes, *, after: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        """`after`: the tokens of the text that the answer goes on with."""
         self._tokens = tokens
         self._skip_special_tokens = skip_special_tokens
-        self._drop_space = tokens.is_first_space_dropped
+        self._drop_space = tokens.is_first_space_dropped and not any(map(self._bytes_of, after))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """Text that is complete with this token; may be empty."""
-        if not 0 <= token_id < len(self._tokens.by_id):
-            return ""
-        if self._skip_special_tokens and token_id in self._tokens.special_ids:
-            return ""
-        data = self._tokens.by_id[token_id]
+        data = self._bytes_of(token_id)
         if not data:
             return ""
         if self._drop_space:
@@ -67,6 +67,13 @@ class Detokenizer:
     def finish(self) -> str:
         """U+FFFD for a character that stayed incomplete, else nothing. Called once, at the end."""
         return self._decoder.decode(b"", final=True)
+
+    def _bytes_of(self, token_id: int) -> bytes | None:
+        if not 0 <= token_id < len(self._tokens.by_id):
+            return None
+        if self._skip_special_tokens and token_id in self._tokens.special_ids:
+            return None
+        return self._tokens.by_id[token_id]
 
 
 def token_bytes_of(tokenizer: tokenizers.Tokenizer) -> TokenBytes:

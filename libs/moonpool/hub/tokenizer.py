@@ -18,6 +18,7 @@ encoded in one call, exactly as a plain rendering would be.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,9 +119,11 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.finish()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one answer, from its first token on."""
-        return Detokenizer(self._token_bytes, skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, *, after: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """For one answer, from its first token on. `after`: the tokens of the text that it goes on with."""
+        return Detokenizer(self._token_bytes, after=after, skip_special_tokens=skip_special_tokens)
 
     def _encode_guarded(self, chat: RenderedChat) -> list[int]:
         ids: list[int] = []

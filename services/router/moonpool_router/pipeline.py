@@ -337,7 +337,7 @@ class RequestPipeline:
         # From here to its dispatch nothing waits: what was prepared is forgotten when it ends.
         return Answer(
             inference,
-            AnswerText(self._model.detokenizer(), request.options.stop),
+            AnswerText(self._model.detokenizer(request.prompt, token_ids), request.options.stop),
             trace=AnswerTrace(self._tracer, root),
             books=self._books,
             arrived_unix_s=arrived_unix_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,9 +101,12 @@ class ServedModel:
         check_prompt_token_ids(token_ids, vocab_size=self.facts.vocab_size)
         return token_ids
 
-    def detokenizer(self) -> Detokenizer:
-        """For one answer."""
-        return self._tokenizer.detokenizer()
+    def detokenizer(self, prompt: Prompt, token_ids: Sequence[int]) -> Detokenizer:
+        """For one answer to `prompt`, which is `token_ids`: a completion goes on with its prompt's text, a
+        chat's answer is a text of its own."""
+        return self._tokenizer.detokenizer(
+            after=() if isinstance(prompt, ChatPrompt) else token_ids
+        )
 
     def _check_length(self, num_characters: int, max_model_len: int) -> None:
         # Normalizers that shorten a text do so to letters, whose tokens are far from the longest.
