@@ -67,10 +67,20 @@ def test_gpt2_splits_at_words_only() -> None:
     assert pieces(source, "ab 123") == ["ab", "Ġ", "123"]
 
 
-def test_control_and_added_tokens_are_special() -> None:
-    tokenizer = Tokenizer.from_json(build_tokenizer(BYTE_LEVEL).to_str())
+def test_only_control_tokens_and_those_that_frame_a_text_are_special() -> None:
+    source = dataclasses.replace(
+        BYTE_LEVEL,
+        tokens=("<|end|>", "<|user|>", "<think>", *LETTERS),
+        token_types=(3, 4, 4, *[1] * len(LETTERS)),
+        merges=(),
+    )
+    tokenizer = Tokenizer.from_json(build_tokenizer(source).to_str())
+    assert source.end_token_ids == (0, 1)
     assert set(tokenizer.special_tokens) == {"<|end|>", "<|user|>"}
-    assert BYTE_LEVEL.end_token_ids == (0, 1)
+    # What its makers added as a whole is text: a user may write it, and an answer shows it.
+    ids = tokenizer.encode("a<think>b")
+    assert ids == [source.tokens.index("a"), 2, source.tokens.index("b")]
+    assert tokenizer.decode([*ids, 0]) == "a<think>b"
 
 
 def test_sentencepiece_joins_by_score() -> None:

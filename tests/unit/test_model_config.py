@@ -36,6 +36,10 @@ def parse(generation=None, **changes):
     return parse_model_config({**BASE, **changes}, generation or {})
 
 
+def factors(values):
+    return {"rope_scaling": {"rope_type": "frequency_factors", "factors": values}}
+
+
 def test_defaults_are_those_of_llama() -> None:
     config = parse()
     assert (config.head_dim, config.rope_theta, config.max_positions) == (16, 10_000.0, 2048)
@@ -83,6 +87,10 @@ def test_transformers_5_keeps_theta_beside_the_scaling() -> None:
         ({"eos_token_id": 100}, "eos_token_id = 100 is not in the vocabulary"),
         ({"attention_bias": "yes"}, "attention_bias = 'yes' must be true or false"),
         ({"head_dim": 15}, "head_dim = 15 must be even"),
+        (factors([1.0] * 7), "rope factors must be a list of 8 numbers"),
+        (factors([1.0] * 7 + ["x"]), "rope factors = 'x' must be a positive number"),
+        (factors([1.0] * 7 + [0]), "rope factors = 0 must be a positive number"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be above low_freq_factor"),
     ],
 )
 def test_refuses_by_key_and_value(changes, words: str) -> None:

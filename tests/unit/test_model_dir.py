@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
-import tokenizers
 from safetensors.numpy import load_file
 
 from moonpool.errors import ModelError
 from moonpool.hub import resolve
 from moonpool.hub.manifest import MANIFEST_NAME
 from moonpool.hub.tokenizer import Tokenizer
+from support.gguf_file import write_gguf
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
 
@@ -66,13 +65,27 @@ def test_a_foreign_directorys_own_claims_are_not_believed(tiny: Path, home: Path
 
 
 def test_hashes_are_read_once(tiny: Path, home: Path) -> None:
-    first = resolve(str(tiny), data_dir=home)
-    # Unreadable weights of the same size and time: only a remembered hash can still answer.
+    first = resolve(str(tiny), data_dir=home).fingerprint
+    # What is remembered is believed, right or wrong, as long as nobody touches the file.
+    (entry,) = (home / "hashes").iterdir()
+    known = json.loads(entry.read_text())
+    entry.write_text(json.dumps({**known, "sha256": "0" * 64}))
+    assert resolve(str(tiny), data_dir=home).fingerprint != first
+    entry.write_text("{}")
+    assert resolve(str(tiny), data_dir=home).fingerprint == first
+
+
+def test_other_weights_are_seen_whatever_their_size_and_time(tiny: Path, home: Path) -> None:
+    first = resolve(str(tiny), data_dir=home).fingerprint
     weights = tiny / "model.safetensors"
     status = weights.stat()
-    weights.write_bytes(bytes(status.st_size))
+    # As rsync --times or cp --preserve leave a file that was trained further.
+    tuned = tiny / "tuned"
+    tuned.write_bytes(weights.read_bytes()[:-1] + b"!")
+    tuned.rename(weights)
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert resolve(str(tiny), data_dir=home).fingerprint == first.fingerprint
+    assert weights.stat().st_size == status.st_size
+    assert resolve(str(tiny), data_dir=home).fingerprint != first
 
 
 @pytest.mark.parametrize(
@@ -102,71 +115,6 @@ def test_unknown_and_not_yet_pulled_names(home: Path) -> None:
         resolve("smollm2-135m", data_dir=home)
 
 
-def write_gguf(path: Path, source: Path, model: TinyLlama, quantized: bool = False) -> None:
-    """The tiny model as llama.cpp would store it: its names, and q and k permuted."""
-    weights = load_file(source / "model.safetensors")
-    tokenizer = Tokenizer.load(source)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(model.num_layers)
-    writer.add_embedding_length(model.hidden_size)
-    writer.add_feed_forward_length(model.intermediate_size)
-    writer.add_head_count(model.num_heads)
-    writer.add_head_count_kv(model.num_kv_heads)
-    writer.add_context_length(model.max_positions)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    vocab = _vocabulary(source)
-    writer.add_token_list(vocab)
-    writer.add_token_types([3, 3, 3] + [1] * (len(vocab) - 3))
-    writer.add_token_merges([f"{token[0]} {token[1]}" for token in vocab[259:]])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template("{{ messages }}")
-    assert len(vocab) == tokenizer.vocab_size == model.vocab_size
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    for name, value in weights.items():
-        stem = name.removesuffix(".weight")
-        if stem.startswith("model.layers."):
-            index, _, leaf = stem.removeprefix("model.layers.").partition(".")
-            target = f"blk.{index}.{names[leaf]}.weight"
-        else:
-            target = f"{names[stem]}.weight"
-        for part, heads in (("q_proj", model.num_heads), ("k_proj", model.num_kv_heads)):
-            if part in name:
-                halves = value.reshape(heads, 2, -1, value.shape[1])
-                value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
-        if quantized and value.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            packed = gguf.quants.quantize(value, kind)
-            writer.add_tensor(target, packed, raw_dtype=kind)
-        else:
-            writer.add_tensor(target, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _vocabulary(source: Path) -> list[str]:
-    vocab = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab()
-    return sorted(vocab, key=vocab.__getitem__)
-
-
 def test_a_gguf_is_converted_once_into_the_same_model(tiny: Path, home: Path) -> None:
     source = tiny.parent / "tiny.gguf"
     write_gguf(source, tiny, TinyLlama())
@@ -186,7 +134,7 @@ def test_a_gguf_is_converted_once_into_the_same_model(tiny: Path, home: Path) ->
 
 def test_a_quantised_gguf_gives_its_dequantised_values(tiny: Path, home: Path) -> None:
     source = tiny.parent / "tiny.gguf"
-    write_gguf(source, tiny, TinyLlama(), quantized=True)
+    write_gguf(source, tiny, TinyLlama(), is_quantized=True)
     converted = load_file(resolve(str(source), data_dir=home).path / "model.safetensors")
     original = load_file(tiny / "model.safetensors")
     for name, value in original.items():

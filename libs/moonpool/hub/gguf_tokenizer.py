@@ -9,29 +9,21 @@ transformers' own conversion does) differs on 10.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from moonpool.errors import ModelError
+from moonpool.hub.gguf_metadata import GgufMetadata
 
-#: GGUF token types: control tokens and tokens that the model's makers added as wholes.
-_SPECIAL_TYPES = (3, 4)
+#: GGUF token types: written by templates only, and added by the model's makers as wholes.
+_CONTROL, _USER_DEFINED = 3, 4
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-class MetadataReader(Protocol):
-    """The key-value part of a GGUF."""
-
-    def get(self, key: str, default: Any = None) -> Any: ...  # Any: the file decides the type
-
-    def require(self, key: str) -> Any: ...  # Any: the file decides the type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,27 +52,38 @@ class GgufTokenizer:
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def read_gguf_tokenizer(meta: MetadataReader) -> GgufTokenizer:
-    """Raises ModelError if the file has no tokenizer."""
-    kind = meta.require("tokenizer.ggml.model")
-    tokens = tuple(meta.require("tokenizer.ggml.tokens"))
-    pre = meta.get("tokenizer.ggml.pre", "default")
+def read_gguf_tokenizer(meta: GgufMetadata) -> GgufTokenizer:
+    """Raises ModelError if the file has no tokenizer, or one whose parts do not fit together."""
+    kind = meta.text("tokenizer.ggml.model")
+    tokens = meta.texts("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ModelError("the GGUF file lacks the key tokenizer.ggml.tokens")
+    token_types = meta.integers("tokenizer.ggml.token_type") or (1,) * len(tokens)
+    if len(token_types) != len(tokens):
+        raise ModelError(
+            f"tokenizer.ggml.token_type has {len(token_types)} entries for {len(tokens)} tokens"
+        )
+    pre = meta.text("tokenizer.ggml.pre", "default")
+
+    def token_id(name: str) -> int | None:
+        return meta.token_id(f"tokenizer.ggml.{name}_token_id", len(tokens))
+
     return GgufTokenizer(
         kind=kind,
         pre=pre,
         tokens=tokens,
-        token_types=tuple(meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)),
-        merges=tuple(meta.get("tokenizer.ggml.merges") or ()),
-        scores=tuple(meta.get("tokenizer.ggml.scores") or ()),
-        has_bos_prefix=bool(
-            meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _LLAMA3_NAMES)
+        token_types=token_types,
+        merges=meta.texts("tokenizer.ggml.merges"),
+        scores=meta.numbers("tokenizer.ggml.scores"),
+        has_bos_prefix=meta.flag(
+            "tokenizer.ggml.add_bos_token", kind == "llama" or pre in _LLAMA3_NAMES
         ),
-        has_space_prefix=bool(meta.get("tokenizer.ggml.add_space_prefix", kind == "llama")),
-        bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=meta.get("tokenizer.ggml.eos_token_id"),
-        eot_token_id=meta.get("tokenizer.ggml.eot_token_id"),
-        unknown_token_id=meta.get("tokenizer.ggml.unknown_token_id"),
-        pad_token_id=meta.get("tokenizer.ggml.padding_token_id"),
+        has_space_prefix=meta.flag("tokenizer.ggml.add_space_prefix", kind == "llama"),
+        bos_token_id=token_id("bos"),
+        eos_token_id=token_id("eos"),
+        eot_token_id=token_id("eot"),
+        unknown_token_id=token_id("unknown"),
+        pad_token_id=token_id("padding"),
     )
 
 
@@ -96,11 +99,10 @@ def build_tokenizer(source: GgufTokenizer) -> Tokenizer:
     else:
         raise ModelError(f"GGUF tokenizer {source.kind!r} is not supported; supported: gpt2, llama")
     tokenizer.add_special_tokens(
-        [
-            AddedToken(text, special=True, normalized=False)
-            for text, kind in zip(source.tokens, source.token_types, strict=True)
-            if kind in _SPECIAL_TYPES
-        ]
+        [AddedToken(text, special=True, normalized=False) for text in _special_texts(source)]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in _whole_texts(source)]
     )
     if source.has_bos_prefix and source.bos_token_id is not None:
         bos = source.tokens[source.bos_token_id]
@@ -110,6 +112,27 @@ def build_tokenizer(source: GgufTokenizer) -> Tokenizer:
             special_tokens=[(bos, source.bos_token_id)],
         )
     return tokenizer
+
+
+def _special_texts(source: GgufTokenizer) -> list[str]:
+    """What only a template may write and no answer shows."""
+    # Some files give a token that ends a turn the type of an ordinary one.
+    frames = {source.bos_token_id, *source.end_token_ids}
+    return [
+        text
+        for token_id, text in enumerate(source.tokens)
+        if source.token_types[token_id] == _CONTROL or token_id in frames
+    ]
+
+
+def _whole_texts(source: GgufTokenizer) -> list[str]:
+    """Never split, but text like any other: "<think>", runs of spaces."""
+    special = set(_special_texts(source))
+    return [
+        text
+        for text, kind in zip(source.tokens, source.token_types, strict=True)
+        if kind == _USER_DEFINED and text not in special
+    ]
 
 
 def _byte_level(source: GgufTokenizer) -> Tokenizer:
@@ -131,7 +154,11 @@ def _byte_level(source: GgufTokenizer) -> Tokenizer:
     for merge in source.merges:
         left, _, right = merge.partition(" ")
         merges.append((left, right))
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=is_llama3))
+    try:
+        model = BPE(vocab, merges, ignore_merges=is_llama3)
+    except Exception as error:
+        raise ModelError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

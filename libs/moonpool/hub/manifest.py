@@ -14,7 +14,7 @@ from moonpool.hub.data_dir import atomic_write
 
 MANIFEST_NAME = "moonpool.json"
 #: Raised whenever a conversion writes something else: older directories are then made again.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 
 class ManifestFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,20 +191,34 @@ def _rope(config: dict[str, Any], head_dim: int) -> tuple[float, RopeScaling | N
     if kind == "linear":
         return theta, LinearRopeScaling(factor=_positive_float(parameters, "factor"))
     if kind == "llama3":
-        return theta, Llama3RopeScaling(
-            factor=_positive_float(parameters, "factor"),
-            low_freq_factor=_positive_float(parameters, "low_freq_factor"),
-            high_freq_factor=_positive_float(parameters, "high_freq_factor"),
-            original_max_positions=_positive_int(parameters, "original_max_position_embeddings"),
-        )
+        return theta, _llama3_scaling(parameters)
     if kind == "frequency_factors":
-        factors = parameters.get("factors")
-        if not isinstance(factors, list) or len(factors) != head_dim // 2:
-            raise ModelError(f"config.json: rope factors must be a list of {head_dim // 2} numbers")
-        return theta, FrequencyFactors(factors=tuple(float(factor) for factor in factors))
+        return theta, FrequencyFactors(factors=_rope_factors(parameters, head_dim // 2))
     raise ModelError(
         f"config.json: rope_type = {kind!r} is not supported; supported: default, linear, llama3"
     )
+
+
+def _llama3_scaling(parameters: dict[str, Any]) -> Llama3RopeScaling:
+    scaling = Llama3RopeScaling(
+        factor=_positive_float(parameters, "factor"),
+        low_freq_factor=_positive_float(parameters, "low_freq_factor"),
+        high_freq_factor=_positive_float(parameters, "high_freq_factor"),
+        original_max_positions=_positive_int(parameters, "original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ModelError(
+            f"config.json: high_freq_factor = {scaling.high_freq_factor} must be above "
+            f"low_freq_factor = {scaling.low_freq_factor}"
+        )
+    return scaling
+
+
+def _rope_factors(parameters: dict[str, Any], num_factors: int) -> tuple[float, ...]:
+    factors = parameters.get("factors")
+    if not isinstance(factors, list) or len(factors) != num_factors:
+        raise ModelError(f"config.json: rope factors must be a list of {num_factors} numbers")
+    return tuple(_positive_float({"rope factors": each}, "rope factors") for each in factors)
 
 
 def _positive_int(config: dict[str, Any], key: str, default: int | None = None) -> int:

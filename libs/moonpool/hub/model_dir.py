@@ -36,9 +36,28 @@ class ModelDir:
     fingerprint: str
 
 
-class _KnownHash(msgspec.Struct, frozen=True, kw_only=True):
+class _FileState(msgspec.Struct, frozen=True, kw_only=True):
+    """Which file, and when it was last changed. Its own time can be set back; that of its inode cannot."""
+
+    device: int
+    inode: int
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> _FileState:
+        return cls(
+            device=status.st_dev,
+            inode=status.st_ino,
+            size_bytes=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+        )
+
+
+class _KnownHash(msgspec.Struct, frozen=True, kw_only=True):
+    state: _FileState
     sha256: str
 
 
@@ -139,18 +158,17 @@ def _weight_hashes(path: Path, files: tuple[Path, ...], data_dir: Path) -> dict[
 
 
 def _cached_hash(file: Path, data_dir: Path, progress: Progress) -> str:
-    """SHA-256 of a file, remembered in the data directory by path, size and time of change."""
-    status = file.stat()
+    """SHA-256 of a file, remembered in the data directory for as long as the file is not touched."""
+    state = _FileState.of(file.stat())
     key = hashlib.sha256(os.fsencode(file)).hexdigest()[:32]
     entry_path = data_dir / "hashes" / f"{key}.json"
     try:
         known = msgspec.json.decode(entry_path.read_bytes(), type=_KnownHash)
     except (OSError, msgspec.MsgspecError):
         known = None
-    if known and (known.size_bytes, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+    if known and known.state == state:
         return known.sha256
     sha256 = sha256_of_file(file, progress)
-    entry = _KnownHash(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=sha256)
     with atomic_write(entry_path) as out:
-        out.write(msgspec.json.encode(entry))
+        out.write(msgspec.json.encode(_KnownHash(state=state, sha256=sha256)))
     return sha256
