@@ -56,12 +56,13 @@ def tenant_seed(request: InferenceRequest) -> NamespaceSeed:
 class Worker:
     """A core and its runner, in role 'both'."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, *, has_own_memory: bool = False) -> None:
         self.core = Core(config, tenant_seed)
         self.runner = FakeRunner(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
+            has_own_memory=has_own_memory,
         )
         self.frames: list[CoreFrame] = []
 
@@ -155,7 +156,8 @@ class CoreCluster:
 
     def __init__(self, config: CoreConfig, num_workers: int) -> None:
         self._config = config
-        self.workers = [Worker(config) for _ in range(num_workers)]
+        # One on a GPU, the others on CPUs.
+        self.workers = [Worker(config, has_own_memory=number == 0) for number in range(num_workers)]
         self.requests: dict[RequestId, Tracked] = {}
         #: Reads that were given up and have not ended: (worker, attempt, blocks not yet verified).
         self.stray_reads: list[tuple[int, AttemptId, tuple[int, ...]]] = []

@@ -71,6 +71,9 @@ class FakeRunner:
 
     Args:
         is_invalid: Rows whose logits are to be not finite.
+        pool: int64[num_blocks, block_size] to use; by default its own.
+        has_own_memory: As on a GPU: it computes in memory that only it has. Final blocks leave for the
+            pool, and what arrived there comes when the plan says so.
     """
 
     def __init__(
@@ -80,9 +83,14 @@ class FakeRunner:
         block_size: int,
         max_num_seqs: int,
         is_invalid: Callable[[StepRow], bool] = lambda row: False,
+        has_own_memory: bool = False,
+        pool: npt.NDArray[np.int64] | None = None,
     ) -> None:
         #: int64[num_blocks, block_size]
-        self.pool: npt.NDArray[np.int64] = np.full((num_blocks, block_size), -1, dtype=np.int64)
+        self.pool: npt.NDArray[np.int64] = (
+            np.full((num_blocks, block_size), -1, dtype=np.int64) if pool is None else pool
+        )
+        self._memory = self.pool.copy() if has_own_memory else self.pool
         #: Blocks with valid leaves: id -> the values that the leaf was made of.
         self.leaves: dict[int, bytes] = {}
         self.plans: list[StepPlan] = []
@@ -93,8 +101,9 @@ class FakeRunner:
     def run(self, plan: StepPlan, mark: LayerMark) -> StepResult:
         self._check(plan)
         self.plans.append(plan)
+        self._memory[plan.arrived_block_ids] = self.pool[plan.arrived_block_ids]
         # All rows read what stood there before the step: none may count on another's writes.
-        before = self.pool.copy()
+        before = self._memory.copy()
         tokens: list[tuple[int, ...]] = []
         for row in plan.rows:
             values = self._compute(row, before)
@@ -103,14 +112,15 @@ class FakeRunner:
                 tokens.append(() if self._is_invalid(row) else (drawn,))
                 self._slots[row.slot] = drawn
         for block_id, first_unused in plan.zero_tails:
-            self.pool[block_id, first_unused:] = 0
+            self._memory[block_id, first_unused:] = 0
+        self.pool[plan.leaf_block_ids] = self._memory[plan.leaf_block_ids]
         for block_id in plan.leaf_block_ids:
             self.leaves[int(block_id)] = self.pool[block_id].tobytes()
         mark.layer_done(0)
         return StepResult(step=plan.step, tokens=tuple(tokens), timing=StepTiming(forward_s=0.001))
 
     def copy_block(self, source: int, target: int) -> None:
-        self.pool[target] = self.pool[source]
+        self._memory[target] = self._memory[source]
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         """KV values of the first tokens of a sequence that lies in these blocks."""
@@ -127,7 +137,7 @@ class FakeRunner:
         new_values = kv_values(values, token_ids)
         for position, value in zip(range(row.start, row.end), new_values, strict=True):
             block, slot = divmod(position, self._block_size)
-            self.pool[table[block], slot] = value
+            self._memory[table[block], slot] = value
         return values + new_values
 
     def _check(self, plan: StepPlan) -> None:

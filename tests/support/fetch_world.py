@@ -127,7 +127,7 @@ class Node:
             config=HandoffConfig(num_layers=1, block_size=core.block_size),
             fetch=fetch,
         )
-        self.worker = Worker(core)
+        self.worker = Worker(core, has_own_memory=True)
         self.commands: list[Command] = []
         #: A plan ran: what it brought lies in the next frame.
         self.has_more = False

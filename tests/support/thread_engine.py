@@ -60,13 +60,15 @@ class SharedPoolRunner:
     def __init__(self, memory: WorkerMemory, *, max_num_seqs: int, gate: Gate | None) -> None:
         layout = memory.layout
         assert layout.block_size == 16, layout
-        self._inner = FakeRunner(
-            num_blocks=layout.num_blocks, block_size=layout.block_size, max_num_seqs=max_num_seqs
-        )
         blocks = memory.pool.bytes.view(np.int64).reshape(layout.num_blocks, layout.num_layers, -1)
         #: int64[num_blocks, num_layers, 16]
         self._numbers = blocks[:, :, : layout.block_size]
-        self._inner.pool = self._numbers[:, 0]
+        self._inner = FakeRunner(
+            num_blocks=layout.num_blocks,
+            block_size=layout.block_size,
+            max_num_seqs=max_num_seqs,
+            pool=self._numbers[:, 0],
+        )
         self._num_layers = layout.num_layers
         self._gate = gate
 

@@ -234,6 +234,8 @@ def test_a_handoff_frame_by_frame() -> None:
         [Row(0, 6, 7, [a], [0, 1], 1)],
         [Row(0, 7, 8, [], [0, 1], 2)],
     ]
+    # What came is new to the runner once, the partly filled block included.
+    assert [plan.arrived_block_ids.tolist() for plan in worker.runner.plans] == [[0, 1], []]
     assert worker.core.ledger().is_quiet
 
 

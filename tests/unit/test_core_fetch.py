@@ -89,6 +89,8 @@ def test_a_prefill_fetches_and_computes_the_rest() -> None:
             num_peer_tokens=8,
         ),
     )
+    # What was read is new to the runner, and nothing else is.
+    assert [plan.arrived_block_ids.tolist() for plan in worker.runner.plans] == [[0, 1]]
     assert worker.step(Release(attempt_id=ident())).ledger.num_cached == 3
 
 

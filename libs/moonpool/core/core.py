@@ -109,6 +109,8 @@ class Core:
         self._step = 0
         #: The rows of the plan whose result is due; empty: none.
         self._rows_in_flight: list[ScheduledRow] = []
+        #: Blocks that were read into since the last plan: an ordered set.
+        self._arrived_blocks: dict[BlockId, None] = {}
         self._frame = FrameBuilder()
 
     # -- the step loop's interface --
@@ -158,7 +160,8 @@ class Core:
             self._step += 1
             self._frame.on_planned(self._step)
             self._rows_in_flight = out.rows
-            plan = build_plan(self._step, out.rows)
+            plan = build_plan(self._step, out.rows, tuple(self._arrived_blocks))
+            self._arrived_blocks.clear()
         self._check()
         return plan
 
@@ -235,7 +238,9 @@ class Core:
     def _on_blocks_arrived(self, command: BlocksArrived) -> None:
         state = self._find_reserved(command.attempt_id)
         if state is not None:
+            first = state.num_final_blocks
             self._scheduler.cache_final_blocks(state, min(command.num_tokens, state.num_tokens - 1))
+            self._note_arrived(state.block_ids[first : state.num_final_blocks])
 
     def _on_arrived(self, command: Arrived, now: float) -> None:
         state = self._find_reserved(command.attempt_id)
@@ -258,6 +263,8 @@ class Core:
                 HandBackReason.TOO_LONG_TO_REPAIR if has_token else HandBackReason.SOURCE_LOST,
             )
             return
+        end = -(-num_tokens // state.block_size)
+        self._note_arrived(state.block_ids[state.num_final_blocks : end])
         self._scheduler.cache_final_blocks(state, num_tokens)
         self._scheduler.admit(state, num_tokens)
         if command.first_token is not None:
@@ -266,7 +273,7 @@ class Core:
     def _on_blocks_fetched(self, command: BlocksFetched) -> None:
         state = self._find_fetching(command.attempt_id)
         if state is not None:
-            self._scheduler.note_fetched(state, command.num_tokens)
+            self._note_fetched(state, command.num_tokens)
 
     def _on_fetch_ended(self, command: FetchEnded) -> None:
         state = self._find_fetching(command.attempt_id)
@@ -274,9 +281,18 @@ class Core:
             # Revoked while it ended: this says as well that the reads have ended.
             self._scheduler.end_read(command.attempt_id)
             return
-        self._scheduler.note_fetched(state, command.num_tokens)
+        self._note_fetched(state, command.num_tokens)
         self._scheduler.end_fetch(state)
         self._tell_started(state)
+
+    def _note_fetched(self, state: RequestState, num_tokens: int) -> None:
+        first = state.num_final_blocks
+        self._scheduler.note_fetched(state, num_tokens)
+        self._note_arrived(state.block_ids[first : state.num_final_blocks])
+
+    def _note_arrived(self, block_ids: Iterable[BlockId]) -> None:
+        """The pool has new values in these blocks, which the runner did not write."""
+        self._arrived_blocks.update(dict.fromkeys(block_ids))
 
     def _on_lock_prefix(self, command: LockPrefix) -> None:
         hashes = () if self._is_draining else command.hashes
@@ -529,6 +545,7 @@ class Core:
         other._failed_chains = self._failed_chains.fork()
         other._is_draining = self._is_draining
         other._step = self._step
+        other._arrived_blocks = dict(self._arrived_blocks)
         other._rows_in_flight = [
             dataclasses.replace(row, state=copies[row.state]) for row in self._rows_in_flight
         ]

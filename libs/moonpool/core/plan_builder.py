@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moonpool.core.step import Int32Array, SampleSpec, StepPlan, StepRow
+from moonpool.ids import BlockId
 from moonpool.sched.output import ScheduledRow
 from moonpool.sched.request import Role
 
@@ -13,8 +16,10 @@ _NO_BLOCKS: Int32Array = np.empty(0, dtype=np.int32)
 _NO_TAILS: Int32Array = np.empty((0, 2), dtype=np.int32)
 
 
-def build_plan(step: int, rows: list[ScheduledRow]) -> StepPlan:
-    """The plan of these rows, whose requests have their slots.
+def build_plan(
+    step: int, rows: list[ScheduledRow], arrived_block_ids: Sequence[BlockId] = ()
+) -> StepPlan:
+    """The plan of these rows, whose requests have their slots, after these blocks have arrived.
 
     Arrays are views of the requests' buffers, at places that are never written again.
 
@@ -42,6 +47,7 @@ def build_plan(step: int, rows: list[ScheduledRow]) -> StepPlan:
         rows=tuple(_step_row(row) for row in rows),
         leaf_block_ids=np.array(leaf_block_ids, dtype=np.int32) if leaf_block_ids else _NO_BLOCKS,
         zero_tails=np.array(zero_tails, dtype=np.int32) if zero_tails else _NO_TAILS,
+        arrived_block_ids=np.array(arrived_block_ids, dtype=np.int32),
     )
 
 

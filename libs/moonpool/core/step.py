@@ -6,7 +6,7 @@ The core imports no torch; the engine implements Runner.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,10 @@ import numpy.typing as npt
 from moonpool.inference.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
+
+
+def _no_blocks() -> Int32Array:
+    return np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +63,9 @@ class StepPlan:
     #: int32[m, 2] of (block id, first unused slot): blocks that this step begins and does not fill.
     #: Zeroed in each layer before anybody reads it: attention, and whoever writes leaves.
     zero_tails: Int32Array
+    #: int32[k]: blocks whose KV somebody else has written since the plan before, whole and verified. A
+    #: runner whose device has memory of its own takes them from the pool before anything reads them.
+    arrived_block_ids: Int32Array = field(default_factory=_no_blocks)
 
     @property
     def num_tokens(self) -> int:
