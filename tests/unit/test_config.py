@@ -211,6 +211,20 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         ("[router]\nhost = '[::1'", "allowed is a name or an IP address, without a port"),
         ("[router]\nseeds = ['::1:8001']", "router.seeds[0] = '::1:8001'"),
         ("[worker]\ntransports = ['shm', 'shm']", "each may be named once"),
+        ("[worker]\ndevice = 'gpu'", "worker.device = 'gpu' (cluster.toml): "),
+        ("[worker]\ndevice = 'cuda'", "allowed only with allow_unverified = true"),
+        (
+            "dtype = 'float32'\n[worker]\ndevice = 'cuda:1'\nallow_unverified = true",
+            "dtype = 'float32': workers on a GPU compute in bfloat16 only",
+        ),
+        (
+            "kv_cache_dtype = 'fp8_e4m3'",
+            "kv_cache_dtype = 'fp8_e4m3': allowed only if all workers are on a GPU",
+        ),
+        (
+            "quantization = 'int8'\n[worker]\ndevice = 'cuda'\nallow_unverified = true",
+            "quantization = 'int8': allowed only for workers on CPUs",
+        ),
         ("[worker]\nmax_num_batched_tokens = 2", "allowed is at most max_num_batched_tokens = 2"),
         (
             "[worker]\nmax_num_batched_tokens = 15\nmax_num_seqs = 1",

@@ -168,6 +168,9 @@ def up(
     quantization: Annotated[
         str | None, typer.Option(help="int8: weights of 1 byte. Default: none.")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="auto: as the model; fp8_e4m3: 1 byte a value, on GPUs.")
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of both doors; not loopback needs --api-key.")
     ] = None,
@@ -183,6 +186,13 @@ def up(
     max_num_seqs: Annotated[int | None, typer.Option(help="Most requests in one step.")] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Token budget of one step.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:1.")
+    ] = None,
+    allow_unverified: Annotated[
+        bool | None,
+        typer.Option("--allow-unverified", help="Take what has never run on its hardware."),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of a worker's pool.")] = None,
@@ -283,6 +293,7 @@ def up(
         "model": model,
         "dtype": dtype,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "local_prefill_tokens": local_prefill_tokens,
         "nats.url": nats_url,
         "nats.port": nats_port,
@@ -303,6 +314,8 @@ def up(
         "router.placement.balance_rel_threshold": balance_rel_threshold,
         "router.placement.kv_overlap_score_weight": kv_overlap_score_weight,
         "router.placement.router_temperature": router_temperature,
+        "worker.device": device,
+        "worker.allow_unverified": allow_unverified,
         "worker.block_size": block_size,
         "worker.num_blocks": num_blocks,
         "worker.kv_cache_memory_bytes": kv_cache_memory_bytes,
@@ -492,6 +505,9 @@ def doctor(
         Path | None, typer.Option(help="Check this directory as what stores write to.")
     ] = None,
     ssd_size: Annotated[str | None, typer.Option(help="What each store may take of it.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Check that workers can compute on this: cuda, cuda:1.")
+    ] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> int:
@@ -503,6 +519,9 @@ def doctor(
         "data_dir": data_dir,
         "store.ssd_dir": ssd,
         "store.ssd_bytes": ssd_size,
+        "worker.device": device,
+        # Checking it is no risk.
+        "worker.allow_unverified": True if device else None,
     }
     return run_doctor(file=file, flags=flags, is_deep=deep, is_json=as_json)
 

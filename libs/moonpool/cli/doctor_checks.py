@@ -57,6 +57,12 @@ print(json.dumps({
 }))
 """
 
+_GPU_PROGRAM = """
+import json, torch
+count = torch.cuda.device_count()
+print(json.dumps([torch.cuda.get_device_name(index) for index in range(count)]))
+"""
+
 #: In a process of its own: UCX takes over a process's signals.
 _NIXL_PROGRAM = """
 import json
@@ -220,6 +226,30 @@ def check_nats(task: Task) -> Iterator[Finding]:
         )
     else:
         yield _ok("nats", f"nats-server {version}")
+
+
+def check_gpu(task: Task) -> Iterator[Finding]:
+    """Only where workers are to compute on one."""
+    devices = {g.settings.device for g in task.config.workers} - {"cpu"}
+    if not devices:
+        return
+    wanted = ", ".join(sorted(devices))
+    done = _run([sys.executable, "-c", _GPU_PROGRAM])
+    names = json.loads(done.stdout) if done.returncode == 0 else []
+    if not names:
+        yield _error(
+            "gpu",
+            f"workers are to compute on {wanted}, and torch finds no GPU here",
+            fix="moonpool up --device cpu, or install a driver and a torch that fit each other",
+        )
+    elif importlib.util.find_spec("flashinfer") is None:
+        yield _warning(
+            "gpu",
+            f"{', '.join(names)}; FlashInfer is not installed: attention by torch, many times slower",
+            fix="pip install flashinfer-python",
+        )
+    else:
+        yield _ok("gpu", f"{', '.join(names)}, FlashInfer {installed_version('flashinfer-python')}")
 
 
 def check_nixl(task: Task) -> Iterator[Finding]:
@@ -485,6 +515,7 @@ CHECKS: tuple[Check, ...] = (
     check_python,
     check_cores,
     check_torch,
+    check_gpu,
     check_native,
     check_memfd,
     check_nats,

@@ -18,6 +18,7 @@ from moonpool.config.schema import (
     ClusterConfig,
     ClusterName,
     Dtype,
+    KvCacheDtype,
     Quantization,
     RoleName,
     RouterSettings,
@@ -27,6 +28,7 @@ from moonpool.config.schema import (
     WorkerSettings,
 )
 from moonpool.errors import ConfigError
+from moonpool.kv.layout import KvDtype
 
 #: Largest document.
 MAX_DOCUMENT_BYTES = 1 << 20
@@ -40,12 +42,18 @@ class CommonSettings(Section):
     model: str
     dtype: Dtype
     quantization: Quantization = "none"
+    kv_cache_dtype: KvCacheDtype = "auto"
     #: With the broker's credentials, if it has any.
     nats_url: str = Field(repr=False)
     local_prefill_tokens: int
     telemetry: TelemetrySettings
     failpoints: str = ""
     unsafe_failpoints: bool = False
+
+    @property
+    def kv_dtype(self) -> KvDtype:
+        """What KV is kept in."""
+        return self.dtype if self.kv_cache_dtype == "auto" else "float8_e4m3"
 
     @property
     def compute_dtype(self) -> str:
@@ -186,6 +194,7 @@ def _common(cluster: ClusterConfig, nats_url: str) -> CommonSettings:
         model=cluster.model,
         dtype=cluster.dtype,
         quantization=cluster.quantization,
+        kv_cache_dtype=cluster.kv_cache_dtype,
         nats_url=nats_url,
         local_prefill_tokens=cluster.local_prefill_tokens,
         telemetry=cluster.telemetry,

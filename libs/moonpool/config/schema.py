@@ -24,6 +24,7 @@ from moonpool.config.api_keys import ApiKeys, key_digest
 from moonpool.config.values import (
     Address,
     CpuList,
+    DeviceName,
     Host,
     SizeBytes,
     TenantName,
@@ -34,6 +35,7 @@ from moonpool.inference.request import DEFAULT_TENANT
 
 Dtype = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
 RoleName = Literal["prefill", "decode", "both"]
 #: moonpool.routing.config.PolicyName
 RouterMode = Literal[
@@ -245,6 +247,11 @@ class WorkerSettings(Section):
     metrics_port: Port | Literal["off"] = 0
     #: What peers dial; `host` if None.
     advertise_host: Host | None = None
+    #: What the engine computes on: `cpu`, `cuda`, or one of several GPUs, `cuda:1`. A GPU has a pool of its own;
+    #: the one in memory, which others read, is as large.
+    device: DeviceName = "cpu"
+    #: Take what has never run where it is meant to run: ARCHITECTURE.md says what that is.
+    allow_unverified: bool = False
     #: Tokens of a KV block: part of the cache key, equal on all workers.
     block_size: int = 16
     #: Blocks of the pool. None: as many as fit in `kv_cache_memory_bytes`.
@@ -298,6 +305,11 @@ class WorkerSettings(Section):
     def _fits_together(self) -> Self:
         _check_transports(self.transports)
         _check_address(self.host, self.advertise_host)
+        if self.device != "cpu" and not self.allow_unverified:
+            raise ValueError(
+                f"device = {self.device!r}: nobody has run this path on a GPU yet; allowed only with "
+                "allow_unverified = true (--allow-unverified)"
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs = {self.max_num_seqs}: allowed is at most max_num_batched_tokens "
@@ -453,6 +465,8 @@ class ClusterConfig(Section):
     dtype: Dtype = "bfloat16"
     #: int8: linears' weights in 1 byte each, and a scale for each output.
     quantization: Quantization = "none"
+    #: What KV is kept in: as the model is (auto), or in 1 byte a value, which only GPUs compute with.
+    kv_cache_dtype: KvCacheDtype = "auto"
     #: Uncached tokens up to which a decode worker prefills itself.
     local_prefill_tokens: int = Field(default=256, ge=0, le=2**20)
     nats: NatsSettings = NatsSettings()
@@ -503,6 +517,21 @@ class ClusterConfig(Section):
             if names.count(group.name) > 1:
                 raise ValueError(
                     f"stores: another group is named {group.name!r}: give each its own name"
+                )
+        if self.kv_cache_dtype != "auto" and any(
+            group.settings.device == "cpu" for group in self.workers
+        ):
+            raise ValueError(
+                f"kv_cache_dtype = {self.kv_cache_dtype!r}: allowed only if all workers are on a GPU"
+            )
+        if any(group.settings.device != "cpu" for group in self.workers):
+            if self.dtype != "bfloat16":
+                raise ValueError(
+                    f"dtype = {self.dtype!r}: workers on a GPU compute in bfloat16 only"
+                )
+            if self.quantization != "none":
+                raise ValueError(
+                    f"quantization = {self.quantization!r}: allowed only for workers on CPUs"
                 )
         sizes = {group.settings.block_size for group in self.workers}
         if len(sizes) > 1:

@@ -149,5 +149,7 @@ Address = Annotated[
 ]
 #: Whose requests are: part of the block keys, and whose quota in stores.
 TenantName = Annotated[str, AfterValidator(tenant_name)]
+#: What an engine computes on: `cpu`, `cuda`, or one of several GPUs, `cuda:1`.
+DeviceName = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda(:\d{1,2})?)$")]
 SizeBytes = Annotated[int, BeforeValidator(parse_size)]
 CpuList = Annotated[tuple[int, ...], BeforeValidator(parse_cpus)]

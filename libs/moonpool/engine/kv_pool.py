@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
 Int64Array = npt.NDArray[np.int64]
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
+
+
+def moved_as(dtype: torch.dtype) -> torch.dtype:
+    """What torch gathers and scatters values of `dtype` as: it has no such operations for float8."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 class KvPool:
@@ -55,7 +64,7 @@ class KvPool:
         flat = torch.frombuffer(buffer, dtype=torch.uint8)
         if flat.numel() < end:
             raise ValueError(f"the pool has {flat.numel()} bytes, its layout needs {end}")
-        flat = flat[:end].view(self.dtype)
+        flat = flat[:end].view(moved_as(self.dtype))
         self._block, self._layer, self._plane = (stride // item for stride in strides)
         head_run = self.block_size * self.head_dim
         self._token_width = math.gcd(*self._strides, self.head_dim, flat.numel())
@@ -102,9 +111,19 @@ class KvPool:
         self._token_rows[layer].index_fill_(0, token_index, 0)
 
     def read(self, layer: int, head_index: Tensor, num_rows: int) -> Tensor:
-        """A copy of whole blocks, [2, rows, kv_heads, tokens, head_dim], of the pool's dtype."""
+        """A copy of whole blocks, [2, rows, kv_heads, tokens, head_dim], as the pool's dtype is moved."""
         rows = self._head_rows[layer].index_select(0, head_index)
         return rows.view(2, num_rows, self.num_kv_heads, -1, self.head_dim)
+
+    def read_into(self, layer: int, head_index: Tensor, out: Tensor) -> None:
+        """`read` into a contiguous tensor of that shape."""
+        torch.index_select(
+            self._head_rows[layer], 0, head_index, out=out.view(-1, self._head_width)
+        )
+
+    def store(self, layer: int, head_index: Tensor, kv: Tensor) -> None:
+        """Writes whole blocks, `kv` [2, rows, kv_heads, tokens, head_dim] in the order of `read`."""
+        self._head_rows[layer].index_copy_(0, head_index, kv.reshape(-1, self._head_width))
 
     def copy_block(self, source: int, target: int) -> None:
         """All layers of block `source` to block `target`."""

@@ -53,6 +53,11 @@ class RopeTable:
         #: The first half negated, so that rotating is `x * cos + swap_halves(x) * signed_sin`.
         self._signed_sin = torch.cat((-sin, sin), dim=-1)
 
+    def halves(self) -> Tensor:
+        """float32[positions, head_dim]: cosines of the pairs of dimensions, then their sines (FlashInfer)."""
+        half = self._cos.shape[-1] // 2
+        return torch.cat((self._cos[:, :half], self._signed_sin[:, half:]), dim=-1)
+
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, each [tokens, 1, head_dim], for `positions` int64[tokens]."""
         cos = self._cos.index_select(0, positions).to(dtype)[:, None]

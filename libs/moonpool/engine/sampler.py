@@ -49,11 +49,20 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     weights = ((logits - top) / temperatures[:, None]).exp_()
     if any(p.top_k or p.top_p < 1.0 for p in params):
         _filter_(weights, [p.top_k for p in params], [p.top_p for p in params])
-    cumulative = weights.cumsum_(dim=-1)
+    return draw_from_(weights, specs)
+
+
+def draw_from_(weights: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """int64[rows]: the token of each row that its one uniform number falls on.
+
+    `weights` float64[rows, vocab], not negative, need not sum to one; they are overwritten. On any
+    device: the same numbers everywhere, so that a replay may cross devices.
+    """
     numbers = uniforms(
-        [p.seed for p in params], [s.choice for s in specs], [s.position for s in specs]
+        [s.sampling.seed for s in specs], [s.choice for s in specs], [s.position for s in specs]
     )
-    targets = torch.from_numpy(numbers)[:, None] * cumulative[:, -1:]
+    cumulative = weights.cumsum_(dim=-1)
+    targets = torch.from_numpy(numbers).to(weights.device)[:, None] * cumulative[:, -1:]
     # The first token whose cumulative weight exceeds the target: never one of weight zero.
     return torch.searchsorted(cumulative, targets, right=True)[:, 0]
 

@@ -28,12 +28,13 @@ import numpy.typing as npt
 from moonpool.errors import FailedPreconditionError
 
 Int64Array = npt.NDArray[np.int64]
-KvDtype = Literal["float32", "bfloat16"]
+#: float8_e4m3: 4 bits of exponent, 3 of mantissa, finite up to 448.
+KvDtype = Literal["float32", "bfloat16", "float8_e4m3"]
 
 #: Offsets within it are exact in int64, and so are sums of two.
 _MAX_POOL_BYTES = 1 << 62
 
-_ITEM_SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2}
+_ITEM_SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

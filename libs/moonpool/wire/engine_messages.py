@@ -34,6 +34,8 @@ class EngineBoot:
     data_dir: str
     dtype: KvDtype
     quantization: Quantization = "none"
+    #: `cpu`, or as torch names a GPU.
+    device: str = "cpu"
     layout: KvLayout
     core: CoreConfig
     #: With a request's tenant, salt and adapter: what seeds its block hash chain.

@@ -24,6 +24,8 @@ import structlog
 from moonpool.clock import SystemClock
 from moonpool.config.schema import TelemetrySettings
 from moonpool.core.core import Core
+from moonpool.core.step import Runner
+from moonpool.engine.device.runner import load_device_runner
 from moonpool.engine.runner import load_runner
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.failpoints import Failpoints
@@ -77,20 +79,7 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
         failpoints = Failpoints.parse(
             boot.failpoints, is_allowed=True, state_dir=Path(boot.data_dir)
         )
-        model_dir = open_model_dir(
-            Path(boot.model_path), name=boot.model_name, data_dir=Path(boot.data_dir)
-        )
-        runner = load_runner(
-            model_dir,
-            memory.pool.bytes.data,
-            boot.layout,
-            dtype=boot.dtype,
-            quantization=boot.quantization,
-            max_num_seqs=boot.core.max_num_seqs,
-            max_model_len=boot.core.max_model_len,
-            num_threads=boot.num_threads,
-            kernels=kernels(),
-        )
+        runner = _load_runner(boot, memory)
     except MoonpoolError as error:
         link.announce(EngineFailed(code=error.code, message=error.message))
         return 1
@@ -99,7 +88,13 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
     gc.freeze()
     load_s = time.monotonic() - started
     link.announce(EngineReady(load_s=load_s))
-    log.info("engine.ready", model=boot.model_name, dtype=boot.dtype, load_s=round(load_s, 2))
+    log.info(
+        "engine.ready",
+        model=boot.model_name,
+        dtype=boot.dtype,
+        device=boot.device,
+        load_s=round(load_s, 2),
+    )
     run_engine_loop(
         link=link,
         core=Core(boot.core, NamespaceSeeds(boot.namespace, boot.secret)),
@@ -114,6 +109,35 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
         failpoints=failpoints,
     )
     return 0
+
+
+def _load_runner(boot: EngineBoot, memory: WorkerMemory) -> Runner:
+    model_dir = open_model_dir(
+        Path(boot.model_path), name=boot.model_name, data_dir=Path(boot.data_dir)
+    )
+    pool, core = memory.pool.bytes.data, boot.core
+    if boot.device != "cpu":
+        return load_device_runner(
+            model_dir,
+            pool,
+            boot.layout,
+            device=boot.device,
+            dtype=boot.dtype,
+            max_num_seqs=core.max_num_seqs,
+            max_model_len=core.max_model_len,
+            num_threads=boot.num_threads,
+        )
+    return load_runner(
+        model_dir,
+        pool,
+        boot.layout,
+        dtype=boot.dtype,
+        quantization=boot.quantization,
+        max_num_seqs=core.max_num_seqs,
+        max_model_len=core.max_model_len,
+        num_threads=boot.num_threads,
+        kernels=kernels(),
+    )
 
 
 def _pin(cpus: tuple[int, ...]) -> None:

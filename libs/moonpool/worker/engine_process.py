@@ -55,6 +55,8 @@ class EngineOptions:
     data_dir: str
     dtype: KvDtype
     quantization: Quantization = "none"
+    #: `cpu`, or as torch names a GPU.
+    device: str = "cpu"
     core: CoreConfig
     namespace: ModelNamespace
     secret: bytes = field(repr=False)
@@ -132,6 +134,7 @@ class EngineProcess:
                 data_dir=options.data_dir,
                 dtype=options.dtype,
                 quantization=options.quantization,
+                device=options.device,
                 layout=self._memory.layout,
                 core=options.core,
                 namespace=options.namespace,

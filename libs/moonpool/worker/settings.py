@@ -31,7 +31,7 @@ def pool_layout(config: WorkerConfig, model: ModelDir) -> KvLayout:
     Raises:
         ConfigError: Not even two blocks fit.
     """
-    settings, dtype = config.worker, config.common.dtype
+    settings, dtype = config.worker, config.common.kv_dtype
     num_blocks = settings.num_blocks
     if num_blocks is None:
         block_bytes = model.config.kv_layout(1, dtype, settings.block_size).block_bytes
@@ -84,7 +84,7 @@ def worker_hello(
     address: str,
 ) -> WorkerHello:
     """Who this incarnation is: what it tells routers and peers."""
-    settings, dtype = config.worker, config.common.dtype
+    settings, dtype = config.worker, config.common.kv_dtype
     return WorkerHello(
         worker=key,
         role=WorkerRole(config.role),
@@ -145,6 +145,7 @@ def engine_options(
         data_dir=str(common.data_dir),
         dtype=common.dtype,
         quantization=common.quantization,
+        device=config.worker.device,
         core=core,
         namespace=namespace,
         secret=secret.value,

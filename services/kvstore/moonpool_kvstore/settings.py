@@ -30,7 +30,7 @@ def arena_layout(config: KvStoreConfig, model: ModelDir) -> KvLayout:
     Raises:
         ConfigError: Not even two blocks fit.
     """
-    dtype, host_bytes = config.common.dtype, config.store.host_bytes
+    dtype, host_bytes = config.common.kv_dtype, config.store.host_bytes
     block_bytes = model.config.kv_layout(1, dtype, config.block_size).block_bytes
     num_blocks = host_bytes // block_bytes
     if num_blocks < 2:
@@ -43,7 +43,7 @@ def arena_layout(config: KvStoreConfig, model: ModelDir) -> KvLayout:
 
 def namespace_of(config: KvStoreConfig, model: ModelDir) -> ModelNamespace:
     """What the KV of this cluster's workers is."""
-    dtype = config.common.dtype
+    dtype = config.common.kv_dtype
     return ModelNamespace(
         model_fingerprint=model.fingerprint,
         compute_dtype=config.common.compute_dtype,
