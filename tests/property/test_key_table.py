@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -12,6 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from moonpool import native
 from moonpool.kv.block_key import KeyArray, keys_digest
 from moonpool.kv.key_table import DictKeyTable, KeyChange, KeyTable
+from moonpool.native.binding import NativeLibrary, load_library
+from moonpool.native.compiled_table import CompiledKeyTable
+from moonpool.native.loading import LIBRARY_NAME
 
 HOLDERS = [0, 1, 63, 64, 130]
 #: Few low and high bits, so that buckets overflow, also from the last one into the first.
@@ -97,3 +103,34 @@ TestDictKeyTable = DictKeyTableMachine.TestCase
 TestDictKeyTable.settings = _SETTINGS
 TestCompiledKeyTable = CompiledKeyTableMachine.TestCase
 TestCompiledKeyTable.settings = _SETTINGS
+
+
+class OutOfMemory:
+    """The library, short of memory after it added what it was asked to, while `is_failing`."""
+
+    def __init__(self, library: Any) -> None:  # Any: a ctypes library
+        self._library = library
+        self.is_failing = False
+
+    def __getattr__(self, name: str) -> Any:  # Any: a ctypes function
+        return getattr(self._library, name)
+
+    def mp_key_table_add(self, *arguments: Any) -> int:  # Any: as ctypes takes them
+        status: int = self._library.mp_key_table_add(*arguments)
+        return -1 if self.is_failing else status
+
+
+@pytest.mark.skipif(not native.status().is_compiled, reason=native.status().message)
+def test_each_holders_run_has_room_after_an_add_that_failed_half_done() -> None:
+    library = load_library(Path(native.__file__).with_name(LIBRARY_NAME))
+    memory: Any = OutOfMemory(library.brief)
+    table = CompiledKeyTable(NativeLibrary(library.working, memory))
+    memory.is_failing = True
+    with pytest.raises(MemoryError):
+        table.add(array([1]), 130)
+    memory.is_failing = False
+    for holder in range(64):
+        table.add(array([1]), holder)
+    found, lengths = table.runs(array([1]))
+    assert sorted(found) == [*range(64), 130]
+    assert set(lengths) == {1}

@@ -19,6 +19,9 @@ from moonpool.native.geometry import LeafGeometry, RangeError
 
 FORMS = [native.kernels(), FallbackKernels()]
 forms = pytest.mark.parametrize("kernels", FORMS, ids=lambda form: type(form).__name__)
+SMALL_GEOMETRY = LeafGeometry.of_layout(
+    KvLayout.block_major(num_blocks=3, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
+)
 
 
 @st.composite
@@ -255,6 +258,62 @@ def test_finishing_a_layer_zeroes_tails_then_digests_then_publishes_then_rings(
         assert control.progress().step == 7
     finally:
         os.close(eventfd)
+
+
+@forms
+def test_finishing_a_layer_checks_both_lists_before_it_writes(kernels: native.Kernels) -> None:
+    geometry = SMALL_GEOMETRY
+    pool = random_pool(geometry, 5)
+    before = pool.copy()
+    leaves = np.zeros((geometry.num_blocks, geometry.num_layers), np.uint64)
+    finisher = kernels.layer_finisher(
+        pool=pool, geometry=geometry, leaves=leaves, page=np.zeros(4096, np.uint8), eventfd=-1
+    )
+    for blocks, tails in (([0, 3], [[0, 5]]), ([0], [[0, 5], [3, 5]]), ([0], [[0, 5], [1, 17]])):
+        with pytest.raises(RangeError):
+            finisher.finish_layer(
+                step=1,
+                layer=0,
+                block_ids=np.array(blocks, np.int32),
+                zero_tails=np.array(tails, np.int32),
+            )
+        assert np.array_equal(pool, before)
+        assert not leaves.any()
+
+
+@forms
+def test_tables_of_another_shape_and_memory_that_cannot_be_written_are_refused(
+    kernels: native.Kernels,
+) -> None:
+    geometry = SMALL_GEOMETRY
+    pool = random_pool(geometry, 6)
+    sealed = np.frombuffer(pool.tobytes(), np.uint8)
+    leaves = np.zeros((geometry.num_blocks, geometry.num_layers), np.uint64)
+    page = np.zeros(4096, np.uint8)
+    pairs, triples = np.zeros((2, 2), np.int64), np.zeros((2, 3), np.int64)
+    checks = native.leaf_checks([], [], np.array([], np.uint64))
+    tail = np.array([[0, 5]], np.int32)
+    queue = kernels.copy_queue()
+    try:
+        stream = queue.stream(pool, geometry)
+        for call in (
+            lambda: kernels.gather(pool, triples),
+            lambda: kernels.copy_verify(sealed, pool, pairs, geometry, checks),
+            lambda: stream.plan(pairs, checks),
+            lambda: kernels.zero_tails(pool, geometry, np.zeros((1, 3), np.int32), 0),
+            lambda: kernels.zero_tails(sealed, geometry, tail, 0),
+            lambda: kernels.copy_verify(pool, sealed, triples, geometry, checks),
+            lambda: queue.stream(sealed, geometry),
+            lambda: queue.route(pool, sealed, geometry),
+            lambda: kernels.layer_finisher(
+                pool=sealed, geometry=geometry, leaves=leaves, page=page, eventfd=-1
+            ).finish_layer(step=1, layer=0, block_ids=tail[:, 0].copy(), zero_tails=tail),
+        ):
+            with pytest.raises(ValueError, match=r"shape|unpack|read-only"):
+                call()
+    finally:
+        queue.close()
+    assert np.array_equal(sealed, pool)
 
 
 @forms

@@ -19,6 +19,7 @@ class NativePagedAttention:
     def __init__(self, attention: PagedAttention) -> None:
         """`attention` is bound to the pool's memory."""
         self._attention = attention
+        self._num_queries = 0
 
     def plan(self, pages: PageTables) -> None:
         self._attention.plan(
@@ -28,10 +29,13 @@ class NativePagedAttention:
             pages.kv_lens,
             num_decode_rows=pages.num_decode_rows,
         )
+        self._num_queries = int(pages.qo_indptr[-1])
 
     def run(self, layer: int, query: Tensor, kv: Tensor, *, is_last_only: bool = False) -> Tensor:
         assert query.dtype is torch.float32, query.dtype
         assert query.stride()[1:] == (query.shape[2], 1), query.stride()
+        if len(query) != self._num_queries:
+            raise ValueError(f"{len(query)} queries, not the {self._num_queries} of the plan")
         out = query.new_empty((len(query), query.shape[1] * query.shape[2]))
         self._attention.run(
             layer,

@@ -30,13 +30,12 @@ class RowMath:
             scale = (wide * wide).mean(-1, keepdim=True).add_(self._eps).rsqrt_()
             return (wide * scale).to(x.dtype).mul_(weight)
         num_rows, size = x.shape
-        x = _checked(x)
+        x, weight = _checked(x), _checked(weight)
         out = torch.empty_like(x)
-        weight_address = _checked(weight).data_ptr()
         if weight.numel() != size:
             raise ValueError(f"a weight of {weight.numel()} for rows of {size}")
         self._native.rms_norm(
-            x.data_ptr(), weight_address, self._eps, num_rows, size, out.data_ptr()
+            x.data_ptr(), weight.data_ptr(), self._eps, num_rows, size, out.data_ptr()
         )
         return out
 

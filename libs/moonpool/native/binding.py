@@ -284,18 +284,32 @@ new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 new_bytes.restype, new_bytes.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
 
 
-def address_of(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> int:  # Any: dtype is checked here
-    """The array's first byte; ValueError unless it is contiguous and of `dtype`."""
+def address_of(
+    array: npt.NDArray[Any],  # Any: dtype is checked here
+    dtype: npt.DTypeLike,
+    row: tuple[int, ...] = (),
+    *,
+    is_written: bool = False,
+) -> int:
+    """The array's first byte.
+
+    ValueError unless it is contiguous, of `dtype` and of the shape [n, *row], and can be written if it
+    `is_written`.
+    """
     if (array.dtype is not dtype and array.dtype != dtype) or not array.flags.c_contiguous:
         raise ValueError(f"need a contiguous array of {dtype}, got {array.dtype}")
+    if array.shape[1:] != row:
+        raise ValueError(f"need the shape {['n', *row]}, got {list(array.shape)}")
+    if is_written and not array.flags.writeable:
+        raise ValueError("the array is read-only")
     return array.ctypes.data
 
 
 def page_address(page: ByteArray) -> int:
     """Address of a control page; ValueError unless it can hold aligned atomics."""
-    address = address_of(page, np.uint8)
-    if page.size < 16 or address % 8 or not page.flags.writeable:
-        raise ValueError("a control page is at least 16 writable bytes, 8-byte aligned")
+    address = address_of(page, np.uint8, is_written=True)
+    if page.size < 16 or address % 8:
+        raise ValueError("a control page is at least 16 bytes, 8-byte aligned")
     return address
 
 

@@ -77,7 +77,7 @@ class CompiledKernels:
             address_of(block_ids, np.int32),
             len(block_ids),
             layer,
-            address_of(leaves, np.uint64),
+            address_of(leaves, np.uint64, (geometry.num_layers,), is_written=True),
             ctypes.byref(result),
         )
         raise_for(result.status, result.index)
@@ -88,9 +88,9 @@ class CompiledKernels:
         _check_sizes(pool, geometry)
         result = ResultStruct()
         self._library.working.mp_zero_tails(
-            address_of(pool, np.uint8),
+            address_of(pool, np.uint8, is_written=True),
             ctypes.byref(geometry_struct(geometry)),
-            address_of(tails, np.int32),
+            address_of(tails, np.int32, (2,)),
             len(tails),
             layer,
             ctypes.byref(result),
@@ -124,14 +124,12 @@ class CompiledKernels:
     ) -> BoolArray:
         is_bad = np.zeros(len(checks), np.bool_)
         result = ResultStruct()
-        if not target.flags.writeable:
-            raise ValueError("the target is read-only")
         self._library.working.mp_copy_verify(
             address_of(source, np.uint8),
             source.size,
-            address_of(target, np.uint8),
+            address_of(target, np.uint8, is_written=True),
             target.size,
-            address_of(spans, np.int64),
+            address_of(spans, np.int64, (3,)),
             len(spans),
             ctypes.byref(geometry_struct(geometry)),
             address_of(checks, LEAF_CHECK_DTYPE),
@@ -189,7 +187,7 @@ class CompiledGathering:
 
     def __init__(self, library: NativeLibrary, pool: ByteArray, spans: Int64Array) -> None:
         result = ResultStruct()
-        address = address_of(spans, np.int64)
+        address = address_of(spans, np.int64, (2,))
         self.num_left: int = library.brief.mp_gathering_bytes(
             address, len(spans), pool.size, ctypes.byref(result)
         )
@@ -263,8 +261,8 @@ class CompiledLayerFinisher:
     ) -> None:
         self._library = library
         self._kept_alive = (pool, leaves, page)
-        self._pool = address_of(pool, np.uint8)
-        self._leaves = address_of(leaves, np.uint64)
+        self._pool = address_of(pool, np.uint8, is_written=True)
+        self._leaves = address_of(leaves, np.uint64, (geometry.num_layers,), is_written=True)
         self._page = page_address(page)
         self._eventfd = eventfd
         self._geometry = geometry_struct(geometry)
@@ -278,7 +276,7 @@ class CompiledLayerFinisher:
             ctypes.byref(self._geometry),
             address_of(block_ids, np.int32),
             len(block_ids),
-            address_of(zero_tails, np.int32),
+            address_of(zero_tails, np.int32, (2,)),
             len(zero_tails),
             layer,
             self._leaves,

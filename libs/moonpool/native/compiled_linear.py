@@ -42,7 +42,7 @@ class CompiledLinear:
         self.size_bytes = panels.nbytes
         self._kept_alive = (panels, padded_scale, padded_bias)
         self._struct = LinearStruct(
-            panels=address_of(panels, np.uint32),
+            panels=address_of(panels, np.uint32, panels.shape[1:]),
             scale=None if padded_scale is None else address_of(padded_scale, np.float32),
             bias=None if padded_bias is None else address_of(padded_bias, np.float32),
             num_in=self.num_in,

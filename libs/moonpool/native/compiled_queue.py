@@ -84,7 +84,7 @@ class CompiledRead:
         #: Which of the checks given stands where in the order of arrival; None: they are in order.
         self._order: Int64Array | None = None
         self.struct = ReadStruct(
-            address_of(spans, _INT64),
+            address_of(spans, _INT64, (3,)),
             ctypes.addressof(starts),
             num_spans,
             0,
@@ -127,7 +127,9 @@ class CompiledStream:
         self._queue = queue
         self._target = target
         self._geometry_address = ctypes.addressof(geometry_struct(geometry))
-        self._struct = StreamStruct(address_of(target, np.uint8), self._geometry_address)
+        self._struct = StreamStruct(
+            address_of(target, np.uint8, is_written=True), self._geometry_address
+        )
         self._struct.ring_at = _NEVER
         self._reference = ctypes.byref(self._struct)
         self._expected: deque[CompiledRead] = deque()
@@ -176,14 +178,12 @@ class CompiledCopyQueue:
         return self._eventfd
 
     def route(self, source: ByteArray, target: ByteArray, geometry: LeafGeometry) -> CopyRoute:
-        if not target.flags.writeable:
-            raise ValueError("the target is read-only")
         return CopyRoute(
             source=source,
             target=target,
             geometry=geometry,
             source_address=address_of(source, np.uint8),
-            target_address=address_of(target, np.uint8),
+            target_address=address_of(target, np.uint8, is_written=True),
             geometry_address=ctypes.addressof(geometry_struct(geometry)),
         )
 
@@ -196,7 +196,7 @@ class CompiledCopyQueue:
             None,
             route.target_address,
             route.target.size,
-            address_of(spans, _INT64),
+            address_of(spans, _INT64, (3,)),
             len(spans),
             route.geometry_address,
             address_of(checks, LEAF_CHECK_DTYPE),
@@ -206,8 +206,6 @@ class CompiledCopyQueue:
         return self._submit(CompiledTicket(self.library, job, is_bad, (route, spans, checks)))
 
     def stream(self, target: ByteArray, geometry: LeafGeometry) -> CopyStream:
-        if not target.flags.writeable:
-            raise ValueError("the target is read-only")
         return CompiledStream(self, target, geometry)
 
     def expect(self, stream: object, read: CompiledRead) -> None:

@@ -25,14 +25,14 @@ class CompiledKeyTable:
         weakref.finalize(self, self._library.mp_key_table_destroy, self._table)
         self._change = KeyChangeStruct()
         self._change_address = ctypes.addressof(self._change)
-        self._make_room()
+        self._make_room(self._library.mp_key_table_num_words(self._table))
 
-    def _make_room(self) -> None:
+    def _make_room(self, num_words: int) -> None:
         """For one run per holder: who it is, and how long it is."""
-        num_holders = self._library.mp_key_table_num_words(self._table) * _WORD_BITS
-        self._holders = (ctypes.c_int32 * num_holders)()
-        self._lengths = (ctypes.c_int32 * num_holders)()
-        self._runs_addresses = ctypes.addressof(self._holders), ctypes.addressof(self._lengths)
+        num_holders = num_words * _WORD_BITS
+        holders, lengths = (ctypes.c_int32 * num_holders)(), (ctypes.c_int32 * num_holders)()
+        self._holders, self._lengths = holders, lengths
+        self._runs_addresses = ctypes.addressof(holders), ctypes.addressof(lengths)
 
     @property
     def num_held(self) -> int:
@@ -45,14 +45,15 @@ class CompiledKeyTable:
         return num_bytes
 
     def add(self, keys: KeyArray, holder: int) -> KeyChange:
+        if holder >= len(self._holders):
+            # Before the table has room for it, which it may have found even when the call fails.
+            self._make_room(holder // _WORD_BITS + 1)
         raw = _raw(keys)
         status = self._library.mp_key_table_add(
             self._table, raw, len(raw) // 8, holder, self._change_address
         )
         if status:
             raise MemoryError
-        if holder >= len(self._holders):
-            self._make_room()
         return KeyChange(self._change.num_keys, self._change.digest)
 
     def remove(self, keys: KeyArray, holder: int) -> KeyChange:

@@ -68,12 +68,8 @@ class FallbackKernels:
     def zero_tails(
         self, pool: ByteArray, geometry: LeafGeometry, tails: Int32Array, layer: int
     ) -> None:
-        rows = tails.reshape(-1, 2)
-        _check_blocks(geometry, rows[:, 0], layer)
-        for index, slot in enumerate(rows[:, 1].tolist()):
-            if not 0 <= slot <= geometry.block_size:
-                raise RangeError("slot of tail", index)
-        for block, slot in rows.tolist():
+        _check_tails(geometry, tails, layer)
+        for block, slot in tails.tolist():
             for plane in _planes(pool, geometry, block, layer):
                 by_token = plane.reshape(-1, geometry.block_size, geometry.token_bytes)
                 by_token[:, slot:] = 0
@@ -220,6 +216,8 @@ class FallbackLayerFinisher:
     def finish_layer(
         self, *, step: int, layer: int, block_ids: Int32Array, zero_tails: Int32Array
     ) -> None:
+        _check_tails(self._geometry, zero_tails, layer)
+        _check_blocks(self._geometry, block_ids, layer)
         self._kernels.zero_tails(self._pool, self._geometry, zero_tails, layer)
         self._kernels.write_leaves(self._pool, self._geometry, block_ids, layer, self._leaves)
         self._page.publish(step, layer + 1)
@@ -451,6 +449,15 @@ def _check_blocks(geometry: LeafGeometry, block_ids: Int32Array, layer: int) -> 
     for index, block in enumerate(block_ids.tolist()):
         if not 0 <= block < geometry.num_blocks:
             raise RangeError("block of leaf", index)
+
+
+def _check_tails(geometry: LeafGeometry, tails: Int32Array, layer: int) -> None:
+    if tails.shape[1:] != (2,):
+        raise ValueError(f"need the shape ['n', 2], got {list(tails.shape)}")
+    _check_blocks(geometry, tails[:, 0], layer)
+    for index, slot in enumerate(tails[:, 1].tolist()):
+        if not 0 <= slot <= geometry.block_size:
+            raise RangeError("slot of tail", index)
 
 
 def _check_leaves(geometry: LeafGeometry, checks: LeafCheckArray) -> None:

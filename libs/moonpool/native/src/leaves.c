@@ -52,27 +52,28 @@ static int check_blocks(const mp_geometry *g, const int32_t *ids, int64_t count,
     return 1;
 }
 
-/* leaves[block, layer] = digest, for every block of `ids`. */
-MP_EXPORT void mp_write_leaves(const uint8_t *pool, const mp_geometry *g, const int32_t *ids,
-                               int64_t count, int64_t layer, uint64_t *leaves, mp_result *result)
+/* `tails` is int32[count, 2] of (block, first unused slot). */
+static int check_tails(const mp_geometry *g, const int32_t *tails, int64_t count, int64_t layer,
+                       mp_result *result)
 {
-    if (!check_blocks(g, ids, count, 1, layer, result))
-        return;
+    if (!check_blocks(g, tails, count, 2, layer, result))
+        return 0;
+    for (int64_t i = 0; i < count; i++)
+        if (tails[2 * i + 1] < 0 || tails[2 * i + 1] > g->block_size)
+            return fail(result, MP_SLOT_OUT_OF_BOUNDS, i);
+    return 1;
+}
+
+static void write_leaves(const uint8_t *pool, const mp_geometry *g, const int32_t *ids,
+                         int64_t count, int64_t layer, uint64_t *leaves)
+{
     for (int64_t i = 0; i < count; i++)
         leaves[ids[i] * g->num_layers + layer] = digest_of(pool, g, ids[i], layer);
 }
 
-/* Zero the slots [first unused, block_size) of one layer; `tails` is int32[count, 2] (block, slot). */
-MP_EXPORT void mp_zero_tails(uint8_t *pool, const mp_geometry *g, const int32_t *tails,
-                             int64_t count, int64_t layer, mp_result *result)
+static void zero_tails(uint8_t *pool, const mp_geometry *g, const int32_t *tails, int64_t count,
+                       int64_t layer)
 {
-    if (!check_blocks(g, tails, count, 2, layer, result))
-        return;
-    for (int64_t i = 0; i < count; i++)
-        if (tails[2 * i + 1] < 0 || tails[2 * i + 1] > g->block_size) {
-            fail(result, MP_SLOT_OUT_OF_BOUNDS, i);
-            return;
-        }
     const int64_t head_bytes = g->block_size * g->token_bytes;
     for (int64_t i = 0; i < count; i++) {
         const int64_t used = tails[2 * i + 1] * g->token_bytes;
@@ -82,6 +83,22 @@ MP_EXPORT void mp_zero_tails(uint8_t *pool, const mp_geometry *g, const int32_t 
                 memset(at + head + used, 0, (size_t)(head_bytes - used));
         }
     }
+}
+
+/* leaves[block, layer] = digest, for every block of `ids`. */
+MP_EXPORT void mp_write_leaves(const uint8_t *pool, const mp_geometry *g, const int32_t *ids,
+                               int64_t count, int64_t layer, uint64_t *leaves, mp_result *result)
+{
+    if (check_blocks(g, ids, count, 1, layer, result))
+        write_leaves(pool, g, ids, count, layer, leaves);
+}
+
+/* Zero the slots [first unused, block_size) of one layer. */
+MP_EXPORT void mp_zero_tails(uint8_t *pool, const mp_geometry *g, const int32_t *tails,
+                             int64_t count, int64_t layer, mp_result *result)
+{
+    if (check_tails(g, tails, count, layer, result))
+        zero_tails(pool, g, tails, count, layer);
 }
 
 /* is_bad[i] = 1 where the digest of (block, layer) differs from `expected`; `after_span` is unused. */
@@ -94,19 +111,18 @@ MP_EXPORT void mp_verify_leaves(const uint8_t *pool, const mp_geometry *g, const
 
 /*
  * What the engine does when a layer is computed, in one call: zero the tails, write the leaves,
- * publish (step, layer + 1), ring. Nothing is published if a row is out of bounds.
+ * publish (step, layer + 1), ring. Nothing is written if a row of either list is out of bounds.
  */
 MP_EXPORT void mp_finish_layer(uint8_t *pool, const mp_geometry *g, const int32_t *ids,
                                int64_t num_ids, const int32_t *tails, int64_t num_tails,
                                int64_t layer, uint64_t *leaves, void *page, uint64_t step,
                                uint32_t layers_done, int32_t eventfd, mp_result *result)
 {
-    mp_zero_tails(pool, g, tails, num_tails, layer, result);
-    if (result->status != MP_OK)
+    if (!check_tails(g, tails, num_tails, layer, result) ||
+        !check_blocks(g, ids, num_ids, 1, layer, result))
         return;
-    mp_write_leaves(pool, g, ids, num_ids, layer, leaves, result);
-    if (result->status != MP_OK)
-        return;
+    zero_tails(pool, g, tails, num_tails, layer);
+    write_leaves(pool, g, ids, num_ids, layer, leaves);
     mp_publish(page, step, layers_done);
     if (eventfd >= 0 && mp_ring(eventfd) != 0)
         fail(result, MP_SYSTEM, 0);
