@@ -204,18 +204,18 @@ async def run_index_gaps(lab: FaultLab) -> FaultReport:
         before = tasks.create_task(lab.client.ask_all(lab.take()))
         problems += await within(5.0, "requests run", lambda: _is_running(cluster, ROUTER))
         await cluster.kill_nats()
+        away = LogMark.now(cluster)
     outcomes += before.result()
     # By then what the index knows of the earlier families is wrong.
     outcomes += await lab.client.ask_all(lab.take())
-    returns = LogMark.now(cluster)
     async with asyncio.TaskGroup() as tasks:
         after = tasks.create_task(lab.client.ask_all(lab.take()))
         problems += await within(5.0, "requests run", lambda: _is_running(cluster, ROUTER))
         await cluster.start_nats()
     outcomes += after.result()
     problems += await settle(lab)
-    # Because the bus was away, or of a gap, whatever it sees first.
-    if not returns.events(ROUTER, "index.asks"):
+    # While the bus was away, or for what it saw missing when it was back, whatever came first.
+    if not away.events(ROUTER, "index.asks"):
         problems.append(f"{ROUTER} did not ask for what it could not hear")
     num_missed = len(_missed_changes(mark))
     return lab.judge(
