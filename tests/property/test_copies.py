@@ -35,7 +35,7 @@ def tenant_of(block_hash: BlockHash) -> str:
 
 
 def make_book(store: str, config: CopyConfig = CONFIG) -> CopyBook:
-    return CopyBook(WorkerId(store), config, tenant_of=tenant_of)
+    return CopyBook(WorkerId(store), config, tenant_of=tenant_of, num_here=len)
 
 
 def chain(number: int, num_blocks: int = 3) -> Chain:
@@ -64,6 +64,15 @@ class Ring:
         self.books[store_id] = make_book(name)
         self.chains[store_id] = set()
 
+    def leave(self, name: str) -> CopyBook:
+        store_id = WorkerId(name)
+        self.books[store_id].leave()
+        self.members[store_id] = replace(self.members[store_id], is_draining=True)
+        return self.books[store_id]
+
+    def record(self, name: str) -> StoreRecord:
+        return self.books[WorkerId(name)].record(self.members[WorkerId(name)], self.now, self.now)
+
     def home(self, what: Chain) -> WorkerId:
         return homes_of(dict.fromkeys(self.members, 1.0), home_key(what), 1)[0]
 
@@ -76,16 +85,16 @@ class Ring:
         )
         taken = []
         for store_id, book in self.books.items():
-            book.on_view(view)
+            book.on_view(view, self.now)
             while takes := book.takes(self.now):
                 for take in takes:
                     assert take.source.worker_id != store_id
-                    is_held = take.hashes in self.chains[store_id]
                     if take.hashes in self.chains[take.source.worker_id]:
                         self.chains[store_id].add(take.hashes)
                         source = self.books[take.source.worker_id]
-                        source.note_lent(take.hashes, self.now)
-                        source.note_returned(take.hashes, store_id, self.now)
+                        source.note_lent(take.hashes, self.now, reader=store_id)
+                        source.note_returned(store_id, self.now)
+                    is_held = take.hashes in self.chains[store_id]
                     book.on_taken(take, is_refused=False, is_held=is_held)
                 taken += takes
             book.validate()
@@ -106,7 +115,7 @@ def test_what_a_leaving_node_holds_comes_to_its_new_homes(num_stores: int, num_c
         # It has grown since: only the whole of it is asked for.
         ring.books[leaver].note_kept(what[:2])
         ring.books[leaver].note_kept(what)
-    ring.books[leaver].leave()
+    ring.leave("s0")
     num_beats = 0
     while not ring.books[leaver].is_left(ring.now):
         ring.beat()
@@ -115,6 +124,7 @@ def test_what_a_leaving_node_holds_comes_to_its_new_homes(num_stores: int, num_c
     del ring.members[leaver]
     for what in held:
         assert ring.home(what) in ring.holders(what)
+    assert ring.books[leaver].handed == {block_hash for what in held for block_hash in what}
     assert ring.books[leaver].takes(ring.now) == []
 
 
@@ -211,12 +221,12 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     for what in (*held, chain(999, num_blocks=MAX_COPY_BLOCKS + 1)):
         leaver.note_kept(what)
         leaver.validate()
-    leaver.leave()
+    ring.leave("s0")
     # What was kept last is asked for first.
-    record = leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now)
+    record = ring.record("s0")
     assert [copy.hashes for copy in record.copies] == held[: -1 - MAX_COPY_BLOCKS // 300 : -1]
     taker = ring.books[WorkerId("s1")]
-    taker.on_view(RingView.of([record]))
+    taker.on_view(RingView.of([record]), ring.now)
     takes = taker.takes(ring.now)
     assert len(takes) == CONFIG.max_takes
     # However long they take.
@@ -233,9 +243,9 @@ def test_what_was_refused_is_offered_again_at_the_next_view() -> None:
     held = [chain(number) for number in range(6)]
     for what in held:
         leaver.note_kept(what)
-    leaver.leave()
-    view = RingView.of([leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now)])
-    taker.on_view(view)
+    ring.leave("s0")
+    view = RingView.of([ring.record("s0")])
+    taker.on_view(view, ring.now)
     first, *others = taker.takes(ring.now)
     taker.on_taken(first, is_refused=True, is_held=False)
     taker.validate()
@@ -248,16 +258,16 @@ def test_what_was_refused_is_offered_again_at_the_next_view() -> None:
     assert taker.takes(ring.now) == []
     taker.validate()
     taker.on_taken(others[-1], is_refused=False, is_held=True)
-    taker.on_view(view)
+    taker.on_view(view, ring.now)
     assert taker.takes(ring.now + 1.0) == [first]
     taker.validate()
     # What was taken is not.
     taker.on_taken(first, is_refused=False, is_held=True)
-    taker.on_view(view)
+    taker.on_view(view, ring.now)
     assert taker.takes(ring.now + 2.0) == []
 
 
-def test_what_a_leaving_node_asks_for_is_taken_until_nothing_is_wanted_of_it() -> None:
+def test_what_a_leaving_node_asks_for_is_taken_until_all_of_it_lies_there() -> None:
     ring = Ring("s0", "s1")
     ring.beat()
     leaver, taker = ring.books[WorkerId("s0")], ring.books[WorkerId("s1")]
@@ -266,7 +276,7 @@ def test_what_a_leaving_node_asks_for_is_taken_until_nothing_is_wanted_of_it() -
     def takes(*, is_draining: bool, asks: bool = True) -> list[TakeChain]:
         ring.now += 0.1
         record = leaver.record(replace(member, is_draining=is_draining), ring.now, ring.now)
-        taker.on_view(RingView.of([record if asks else StoreRecord(member=member)]))
+        taker.on_view(RingView.of([record if asks else StoreRecord(member=member)]), ring.now)
         taken = taker.takes(ring.now)
         taker.validate()
         return taken
@@ -297,78 +307,62 @@ def test_who_has_what_a_leaving_node_asks_for_tells_it() -> None:
     leaver = ring.books[WorkerId("s0")]
     what = chain(1)
     leaver.note_kept(what)
-    leaver.leave()
-    asking = leaver.record(
-        replace(ring.members[WorkerId("s0")], is_draining=True), ring.now, ring.now
-    )
+    ring.leave("s0")
+    asking = ring.record("s0")
     ((to_take,),) = [copy.takers for copy in asking.copies]
     for store_id in (*sorted(ring.books.keys() - {WorkerId("s0"), to_take}), to_take):
         assert (leaver.num_asked, leaver.is_left(ring.now)) == (1, False)
         taker, member = ring.books[to_take], ring.members[store_id]
-        taker.on_view(RingView.of([asking]))
+        taker.on_view(RingView.of([asking]), ring.now)
         for take in taker.takes(ring.now):
             taker.on_taken(take, is_refused=False, is_held=True)
         taker.validate()
         told = taker.record(ring.members[to_take], ring.now, ring.now)
         assert told.taken == (what[-1],)
         # Nobody says it for another.
-        leaver.on_view(RingView.of([asking, replace(told, member=member)]))
+        leaver.on_view(RingView.of([asking, replace(told, member=member)]), ring.now)
         leaver.validate()
     assert (leaver.num_asked, leaver.is_left(ring.now)) == (0, True)
-    taker.on_view(RingView.of([StoreRecord(member=asking.member)]))
+    assert leaver.handed == set(what)
+    taker.on_view(RingView.of([StoreRecord(member=asking.member)]), ring.now)
     assert taker.record(ring.members[to_take], ring.now, ring.now).taken == ()
 
 
-def test_only_the_one_that_is_to_take_it_ends_an_ask_and_at_its_end() -> None:
+def test_that_it_was_read_is_no_word_of_having_it() -> None:
     ring = Ring("s0", "s1")
     ring.beat()
     leaver = ring.books[WorkerId("s0")]
     what = chain(1)
     leaver.note_kept(what)
-    leaver.leave()
-
-    def num_asked() -> int:
-        ring.now += 0.1
-        leaver.validate()
-        return len(leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now).copies)
-
-    assert num_asked() == 1
+    ring.leave("s0")
+    assert [copy.hashes for copy in ring.record("s0").copies] == [what]
     for reader in ("worker", "s1"):
-        leaver.note_lent(what, ring.now)
-        assert num_asked() == 1
-        if reader == "s1":
-            # It has not read the whole of it.
-            leaver.note_returned(what[:2], WorkerId(reader), ring.now)
-            leaver.note_returned((), WorkerId(reader), ring.now)
-            assert num_asked() == 1
-        leaver.note_returned(what, WorkerId(reader), ring.now)
-    assert (num_asked(), leaver.is_left(ring.now)) == (0, True)
+        leaver.note_lent(what, ring.now, reader=WorkerId(reader))
+        leaver.note_returned(WorkerId(reader), ring.now)
+        assert [copy.hashes for copy in ring.record("s0").copies] == [what]
+        leaver.validate()
+    assert not leaver.is_left(ring.now)
+    assert leaver.handed == set()
 
 
-def test_what_waits_for_its_turn_is_asked_for_as_long_as_its_taker_comes() -> None:
+def test_what_comes_while_a_node_leaves_is_asked_for_too_and_what_is_read_is_not() -> None:
     ring = Ring("s0", "s1")
     ring.beat()
-    leaver, taker = ring.books[WorkerId("s0")], WorkerId("s1")
-    held = [chain(number) for number in range(20)]
-    for what in reversed(held):
-        leaver.note_kept(what)
-    leaver.leave()
+    leaver = ring.leave("s0")
+    leaver.note_kept(chain(1))
+    leaver.note_lent(chain(2), ring.now)
+    assert [copy.hashes for copy in ring.record("s0").copies] == [chain(1)]
 
-    def asked() -> list[Chain]:
-        record = leaver.record(ring.members[WorkerId("s0")], ring.now, ring.now)
-        leaver.validate()
-        return [copy.hashes for copy in record.copies]
 
-    assert asked() == held
-    # It has the first one already, and needs a while for each of the others.
-    for number in range(1, 18):
-        ring.now += 0.8 * CONFIG.asked_s
-        leaver.note_returned(held[number], taker, ring.now)
-        assert asked() == ([held[0]] if number == 1 else []) + held[number + 1 :]
-    # It comes no more.
-    ring.now += CONFIG.asked_s
-    assert asked() == []
-    assert leaver.is_left(ring.now)
+def test_others_that_are_away_for_a_moment_are_not_forgotten() -> None:
+    ring = Ring("s0", "s1")
+    ring.beat()
+    book = ring.books[WorkerId("s0")]
+    book.on_view(RingView.of([StoreRecord(member=ring.members[WorkerId("s0")])]), ring.now)
+    book.note_kept(chain(1))
+    ring.beat()
+    ring.leave("s0")
+    assert [copy.hashes for copy in ring.record("s0").copies] == [chain(1)]
 
 
 def test_a_restart_moves_nothing() -> None:
@@ -384,7 +378,7 @@ def test_a_restart_moves_nothing() -> None:
             view = RingView.of([*view.records, old])
             (ring.members[WorkerId("s1")],) = view.members[1:]
         for store_id, book in ring.books.items():
-            book.on_view(view)
+            book.on_view(view, ring.now)
             for number in range(100):
                 if ring.home(chain(number)) == store_id:
                     book.note_lent(chain(number), ring.now)
@@ -411,7 +405,7 @@ def test_a_copy_is_on_the_account_that_its_chain_is_kept_on() -> None:
     for copy in copies:
         assert copy.tenant == tenant_of(copy.hashes[-1])
     for book in ring.books.values():
-        book.on_view(view)
+        book.on_view(view, ring.now)
         for take in book.takes(ring.now):
             assert take.tenant == tenant_of(take.hashes[-1])
 
@@ -446,8 +440,8 @@ def test_a_record_takes_no_more_chains_than_it_holds() -> None:
     members = RingView.of(StoreRecord(member=member) for member in ring.members.values())
     for is_leaving in (False, True):
         for num_blocks, most in ((3, MAX_COPIES), (200, MAX_COPY_BLOCKS // 200)):
-            book = CopyBook(WorkerId("s0"), CONFIG, tenant_of=look_up)
-            book.on_view(members)
+            book = CopyBook(WorkerId("s0"), CONFIG, tenant_of=look_up, num_here=len)
+            book.on_view(members, ring.now)
             for number in range(300):
                 book.note_lent(chain(number, num_blocks=num_blocks), ring.now)
             if is_leaving:

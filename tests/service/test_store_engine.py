@@ -48,7 +48,7 @@ class Watched:
     def __init__(self) -> None:
         self.reserved: dict[Chain, AttemptId] = {}
         self.aborted: list[AttemptId] = []
-        self.told: list[tuple[str, Chain] | tuple[str, Chain, WorkerKey]] = []
+        self.told: list[tuple[object, ...]] = []
         self.memory = WorkerMemory.create(LAYOUT)
         tenants = (TenantQuota(tenant="t"),)
         self.engine = StoreEngine(
@@ -89,11 +89,11 @@ class Watched:
     def note_put(self, hashes: Chain) -> None:
         self.told.append(("put", hashes))
 
-    def note_lent(self, hashes: Chain) -> None:
-        self.told.append(("lent", hashes))
+    def note_lent(self, hashes: Chain, reader: WorkerKey | None) -> None:
+        self.told.append(("lent", hashes, reader))
 
-    def note_returned(self, hashes: Chain, reader: WorkerKey) -> None:
-        self.told.append(("returned", hashes, reader))
+    def note_returned(self, reader: WorkerKey) -> None:
+        self.told.append(("returned", reader))
 
     # -- what the shell takes --
 
@@ -135,6 +135,8 @@ async def test_a_worker_is_answered_at_once_and_a_taker_at_the_end() -> None:
             assert not taking.done()
             await lab.do(FetchEnded(attempt_id=attempt_id, num_tokens=2 * BLOCK_SIZE))
             assert await taking == wanted
+            # The core has heard of it.
+            assert lab.engine.num_here(chain("xyz")) == 2
         assert lab.engine.tenant_of(chain("xy")[1]) == "t"
         # It has all of that.
         assert await lab.engine.take(lab.offer("xy")) == PutAnswer(num_wanted_blocks=0)
@@ -170,9 +172,9 @@ async def test_what_readers_are_lent_is_told_and_who_has_gone() -> None:
         assert lab.told == [("put", chain("ab"))]
         lab.told.clear()
         await lab.do(LockPrefix(read_id=1, hashes=chain("abc"), reader=WORKER))
-        assert lab.told == [("lent", chain("ab"))]
+        assert lab.told == [("lent", chain("ab"), WORKER)]
         await lab.do(UnlockPrefix(read_id=1), UnlockPrefix(read_id=1))
-        assert lab.told[1:] == [("returned", chain("ab"), WORKER)]
+        assert lab.told[1:] == [("returned", WORKER)]
         lab.told.clear()
         # Gone before it was answered: it was lent nothing.
         await lab.do(

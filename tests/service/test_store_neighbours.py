@@ -16,7 +16,7 @@ from moonpool.store.redis_directory import RedisDirectory
 from moonpool.tiering.copies import CopyBook, CopyConfig
 from moonpool.tiering.protocol import PutRefusal
 from moonpool.tiering.replicas import ReplicaConfig
-from moonpool.tiering.store_record import StoreMember, StoreRecord
+from moonpool.tiering.store_record import RingView, StoreMember, StoreRecord
 from moonpool.wire.store import PutAnswer, PutOffer
 from moonpool_kvstore.neighbours import Neighbours
 from support.eventually import eventually
@@ -29,6 +29,16 @@ Chain = tuple[BlockHash, ...]
 
 def chain(number: int) -> Chain:
     return tuple(BlockHash(bytes([number, index]) + bytes(30)) for index in range(3))
+
+
+class CountedDirectory(EmbeddedDirectory):
+    """Knows how often it was read."""
+
+    num_views = 0
+
+    async def read(self) -> RingView | None:
+        self.num_views += 1
+        return await super().read()
 
 
 class Store:
@@ -47,6 +57,8 @@ class Store:
         #: Readings end only while this is set.
         self.may_read = asyncio.Event()
         self.may_read.set()
+        #: So many readings bring nothing.
+        self.num_to_lose = 0
         self.neighbours = Neighbours(
             key=self.key,
             address=name,
@@ -60,11 +72,16 @@ class Store:
                     asked_s=1.0,
                 ),
                 tenant_of=lambda _: "acme",
+                num_here=self._num_here,
             ),
             take=self._take,
+            num_here=self._num_here,
             clock=clock,
             beat_s=_BEAT_S,
         )
+
+    def _num_here(self, hashes: Chain) -> int:
+        return len(hashes) if hashes in self.chains else 0
 
     async def _take(self, offer: PutOffer) -> PutAnswer:
         assert (offer.store, offer.tenant) == (self.key, "acme")
@@ -78,12 +95,15 @@ class Store:
         self.most_readings = max(self.most_readings, self.num_readings)
         try:
             source = self.others[offer.source.key].neighbours
-            source.note_lent(offer.hashes)
+            source.note_lent(offer.hashes, self.key)
             await self.may_read.wait()
             # A reading takes more than one turn of the loop.
             await asyncio.sleep(0)
-            self.chains.add(offer.hashes)
-            source.note_returned(offer.hashes, self.key)
+            if self.num_to_lose:
+                self.num_to_lose -= 1
+            else:
+                self.chains.add(offer.hashes)
+            source.note_returned(self.key)
         finally:
             self.num_readings -= 1
         return PutAnswer(num_wanted_blocks=len(offer.hashes))
@@ -124,12 +144,13 @@ async def test_a_node_that_leaves_is_read_empty() -> None:
     async with two_stores(directory, clock) as (first, second):
         chains = give(first, 20)
         # It goes as soon as all has been read.
-        await first.neighbours.leave(timeout_s=15.0)
+        handed = await first.neighbours.leave(timeout_s=15.0)
         assert second.chains == chains
+        assert handed == {block_hash for what in chains for block_hash in what}
         assert {offer.source.key for offer in second.offers} == {first.key}
         assert {offer.source.address for offer in second.offers} == {"s0"}
         # The last one has nobody to leave anything to.
-        await second.neighbours.leave(timeout_s=15.0)
+        assert await second.neighbours.leave(timeout_s=15.0) is None
     view = await directory.read()
     assert view is not None
     assert view.members == ()
@@ -156,10 +177,54 @@ async def test_a_node_that_leaves_waits_for_others_only_so_long() -> None:
             await eventually(
                 lambda: second.num_refused > 3, timeout_s=_DEADLINE_S, what="it was refused"
             )
-            first.neighbours.note_lent(chain(1))
-            first.neighbours.note_returned(chain(1), WorkerKey(WorkerId("w"), Incarnation("1")))
+            worker = WorkerKey(WorkerId("w"), Incarnation("1"))
+            first.neighbours.note_lent(chain(1), worker)
+            first.neighbours.note_returned(worker)
             assert not leaving.done()
             clock.advance(2.0)
+            assert await leaving == set()
+
+
+async def test_what_was_lost_on_its_way_is_taken_again() -> None:
+    clock = ManualClock()
+    async with two_stores(EmbeddedDirectory(clock), clock) as (first, second):
+        chains = give(first, 6)
+        second.num_to_lose = 9
+        await first.neighbours.leave(timeout_s=15.0)
+        assert (second.num_to_lose, second.chains) == (0, chains)
+
+
+async def test_a_node_that_leaves_waits_for_others_that_are_slow() -> None:
+    clock = ManualClock()
+    directory = CountedDirectory(clock)
+    async with two_stores(directory, clock) as (first, second):
+        chains = give(first, 10)
+        second.may_read.clear()
+        async with asyncio.TaskGroup() as tasks:
+            leaving = tasks.create_task(first.neighbours.leave(timeout_s=15.0))
+            await eventually(
+                lambda: second.num_readings == 4, timeout_s=_DEADLINE_S, what="readings"
+            )
+            # Longer than anything is asked for without a sign of them, and they are heard of again.
+            num_views = directory.num_views
+            clock.advance(3.0)
+            await eventually(
+                lambda: directory.num_views > num_views + 4, timeout_s=_DEADLINE_S, what="beats"
+            )
+            assert not leaving.done()
+            second.may_read.set()
+        assert second.chains == chains
+
+
+async def test_others_that_leave_as_well_are_not_waited_for() -> None:
+    clock = ManualClock()
+    async with two_stores(EmbeddedDirectory(clock), clock) as stores:
+        for store in stores:
+            give(store, 3)
+        async with asyncio.TaskGroup() as tasks:
+            for store in stores:
+                tasks.create_task(store.neighbours.leave(timeout_s=15.0))
+        assert [store.offers for store in stores] == [[], []]
 
 
 @pytest.mark.parametrize(("max_readings", "most"), [(16, 4), (2, 2)])
@@ -220,7 +285,7 @@ async def test_what_is_hot_is_copied() -> None:
     async with two_stores(EmbeddedDirectory(clock), clock) as stores:
         for _ in range(20):
             for store in stores:
-                store.neighbours.note_lent(chain(1))
+                store.neighbours.note_lent(chain(1), None)
         await eventually(
             lambda: any(store.chains == {chain(1)} for store in stores),
             timeout_s=_DEADLINE_S,
@@ -234,7 +299,7 @@ async def test_a_directory_that_never_comes_holds_nobody_up(tmp_path: Path) -> N
         store = Store("s0", directory, clock)
         async with asyncio.timeout(_DEADLINE_S), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.neighbours.run())
-            store.neighbours.note_lent(chain(1))
+            store.neighbours.note_lent(chain(1), None)
             await store.neighbours.leave(timeout_s=15.0)
             await eventually(
                 lambda: directory.num_failed_calls > 1, timeout_s=_DEADLINE_S, what="two beats"

@@ -73,3 +73,13 @@ def test_gauges_say_what_there_is() -> None:
     assert metrics.value(names.STORE_BREAKER, access="reads") == 1
     assert metrics.value(names.STORE_BREAKER, access="writes") == 2
     assert metrics.value(names.STORE_DISK_BYTES, direction="written") == 3_000
+
+
+def test_what_became_of_a_leaving_nodes_blocks_is_counted() -> None:
+    metrics = Metrics(STORE_METRICS)
+    StoreBooks(metrics).ring_left(num_handed_blocks=5, num_left_blocks=2)
+    outcomes = [
+        metrics.value(names.STORE_LEAVING_BLOCKS, outcome=outcome)
+        for outcome in ("handed_over", "left")
+    ]
+    assert outcomes == [5, 2]

@@ -17,7 +17,7 @@ from moonpool.store.directory import Directory
 from moonpool.tiering.store_record import RingView, StoreRecord
 
 BEAT_S = 1.0
-#: Before the next beat, if this one was not heard or heard nothing: there may be somebody who waits for it.
+#: Before the next beat, if this one was not heard or heard nothing, or somebody waits for it.
 RETRY_S = 0.25
 
 
@@ -44,6 +44,11 @@ class DirectoryKeeper:
         self._hurry = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._beating: asyncio.Task[None] | None = None
+
+    def hasten(self) -> None:
+        """Beat now, and often from here on: somebody waits for what others say."""
+        self._beat_s = min(RETRY_S, self._beat_s)
+        self._hurry.set()
 
     def beat_now(self) -> None:
         """This node's record has changed in a way that others should know at once."""

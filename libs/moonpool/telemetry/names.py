@@ -251,6 +251,12 @@ STORE_EXPIRED_PUTS = _counter(
 STORE_PUT_BLOCKS = _counter(
     "moonpool_store_put_blocks_total", "Blocks that were read from those who offered them."
 )
+STORE_LEAVING_BLOCKS = _counter(
+    "moonpool_store_leaving_blocks_total",
+    "Blocks that a store held when it left its ring: handed_over (other stores told that they have them), left "
+    "(they did not in time, or never; some may lie elsewhere all the same).",
+    "outcome",
+)
 STORE_GETS = _counter(
     "moonpool_store_gets_total",
     "Prefixes that readers asked for, by what they were lent: found, short (the disk was late, failed or "

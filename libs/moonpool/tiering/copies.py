@@ -9,16 +9,15 @@ Rules
   would be its home if the first ones were not there. So all nodes agree without talking.
 - A chain that is read here and whose home is elsewhere by now is asked for as well, the ones read fastest
   first: the ring has changed. What nobody reads, or hardly anybody, moves to nobody.
-- A node that leaves asks for what was put or lent last, the latest first, a windowful at a time; for each
-  chain until its taker has come and gone, or tells that it has it, or for a while. Others may read it meanwhile
-  as they like. Takers
-  come in order, for a few at a time: as long as one comes for others, what stands behind these is asked for.
+- A node that leaves asks for what was put or lent last, the latest first, until others tell that they have it or
+  nobody comes for it any more (tiering/handover.py).
 - A few chains are taken at a time, each from the offer to this node's own core until its reading has ended.
   What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
   What its core refused is offered again when the next view comes, and what a node that leaves asks for until
-  nothing is wanted of it: a part of it may have been on its way there, or lost on its way here.
-- All of it is advice. Without neighbours nothing is noted, nothing is asked and nothing is taken; what was
-  noted before stays, as far as there is room: a directory that has lost its records has them again soon.
+  all of it lies here: a part of it may have been lost on its way.
+- All of it is advice. Without neighbours nothing is asked and nothing is taken, and before the first of them
+  nothing is noted. What was noted stays, as far as there is room: a directory that has lost its records has
+  them again soon.
 
 Who leaves or has just come counts less or not at all as a home; the weights are those that workers use
 (tiering/homes.py).
@@ -27,12 +26,12 @@ Who leaves or has just come counts less or not at all as a home; the weights are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
+from moonpool.tiering.handover import Handover
 from moonpool.tiering.homes import home_key, homes_of, ramp_weight
-from moonpool.tiering.recent_chains import RecentChains
 from moonpool.tiering.replicas import ReadChain, ReplicaConfig, ReplicaPlanner
 from moonpool.tiering.store_record import (
     MAX_COPIES,
@@ -57,8 +56,10 @@ class CopyConfig:
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
     #: Until a node that has joined has its whole share of the chains.
     ramp_s: float = 60.0
-    #: How long a node that leaves asks for a chain before it asks for the next one.
+    #: How long a node that leaves asks for a chain without a sign of who is to take it; and, before that, without
+    #: being heard by anybody.
     asked_s: float = 5.0
+    unheard_s: float = 10.0
     #: Before a chain that was taken is taken again.
     retake_s: float = 30.0
     #: Chains that are taken at the same time.
@@ -68,7 +69,7 @@ class CopyConfig:
 
     def __post_init__(self) -> None:
         assert self.block_bytes > 0, self
-        assert min(self.ramp_s, self.asked_s, self.retake_s) > 0.0, self
+        assert min(self.ramp_s, self.asked_s, self.unheard_s, self.retake_s) > 0.0, self
         assert min(self.max_takes, self.max_recent_blocks) >= 1, self
 
 
@@ -85,21 +86,12 @@ class TakeChain:
     is_source_leaving: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class _Asked:
-    """A chain that a node that leaves asks others to take."""
-
-    chain: tuple[BlockHash, ...]
-    ends_at: float
-    #: As of the last record; none while there is nobody who could.
-    takers: tuple[WorkerId, ...] = ()
-
-
 class CopyBook:
     """See the file's head. `now` is monotonic, `now_unix_s` the wall clock.
 
     Args:
         tenant_of: On whose account a block is kept here.
+        num_here: How many leading blocks of a chain lie here.
     """
 
     def __init__(
@@ -108,6 +100,7 @@ class CopyBook:
         config: CopyConfig,
         *,
         tenant_of: Callable[[BlockHash], str],
+        num_here: Callable[[tuple[BlockHash, ...]], int],
     ) -> None:
         self._store_id = store_id
         self._config = config
@@ -115,12 +108,16 @@ class CopyBook:
         self._planner = ReplicaPlanner(config.replicas)
         self._view = RingView()
         self._has_neighbours = False
-        #: Of a node that leaves: those that it has not asked for yet.
-        self._recent = RecentChains(config.max_recent_blocks)
+        #: There have been others: they may be away for a moment only.
+        self._has_met_others = False
+        #: For the day on which this node leaves.
+        self._handover = Handover(
+            asked_s=config.asked_s,
+            unheard_s=config.unheard_s,
+            max_blocks=config.max_recent_blocks,
+            num_here=num_here,
+        )
         self._is_leaving = False
-        #: By the last block: what a node that leaves asks for now, and all blocks of what it has asked for.
-        self._asked: dict[BlockHash, _Asked] = {}
-        self._covered: set[BlockHash] = set()
         #: By their last blocks: chains that are taken now, those that are offered again at the next view, when
         #: those that were begun may be taken again, and what nodes that leave ask for and lies here.
         self._taking: set[BlockHash] = set()
@@ -131,42 +128,35 @@ class CopyBook:
     # -- what happens --
 
     def note_kept(self, hashes: tuple[BlockHash, ...]) -> None:
-        """This chain was put here, or what of it lies here was lent."""
-        is_askable = 0 < len(hashes) <= MAX_COPY_BLOCKS
-        if is_askable and self._has_neighbours and not self._is_leaving:
-            self._recent.note(hashes)
+        """This chain was put here. What comes while this node leaves, it asks for as well."""
+        if hashes and self._has_met_others:
+            self._handover.note(hashes)
 
-    def note_lent(self, hashes: tuple[BlockHash, ...], now: float) -> None:
-        """A reader was lent these leading blocks of a chain."""
-        self.note_kept(hashes)
-        if hashes and self._has_neighbours:
+    def note_lent(
+        self, hashes: tuple[BlockHash, ...], now: float, *, reader: WorkerId | None = None
+    ) -> None:
+        """A reader was lent these leading blocks of a chain; `note_returned` follows if it is known."""
+        if reader is not None:
+            self._handover.on_lent(reader, now)
+        if not self._is_leaving:
+            self.note_kept(hashes)
+        if hashes and self._has_met_others:
             num_bytes = len(hashes) * self._config.block_bytes
             self._planner.note_read(home_key(hashes), hashes[:MAX_COPY_BLOCKS], num_bytes, now)
 
-    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerId, now: float) -> None:
-        """Who was lent these leading blocks of a chain reads them no more."""
-        taken = self._asked.get(hashes[-1]) if hashes else None
-        if taken is None or reader not in taken.takers:
-            return
-        is_behind = False
-        for asked in self._asked.values():
-            if is_behind and reader in asked.takers:
-                asked.ends_at = now + self._config.asked_s
-            is_behind = is_behind or asked is taken
-        del self._asked[hashes[-1]]
+    def note_returned(self, reader: WorkerId, now: float) -> None:
+        """A reader reads what it was lent no more."""
+        self._handover.on_returned(reader, now)
 
-    def on_view(self, view: RingView) -> None:
+    def on_view(self, view: RingView, now: float) -> None:
         """All nodes' records were read."""
         self._view = view
         self._has_neighbours = any(
             member.key.worker_id != self._store_id for member in view.members
         )
+        self._has_met_others |= self._has_neighbours
         self._refused.clear()
-        for record in view.records if self._is_leaving else ():
-            for last_hash in record.taken:
-                asked = self._asked.get(last_hash)
-                if asked is not None and record.member.key.worker_id in asked.takers:
-                    del self._asked[last_hash]
+        self._handover.on_view(view, self._store_id, now)
         self._held &= {
             copy.hashes[-1]
             for member, copy in view.copies_for(self._store_id)
@@ -181,32 +171,35 @@ class CopyBook:
         """A TakeChain has ended, however it went.
 
         Args:
-            is_held: Nothing was wanted of it: all of it lay here already.
+            is_held: All of it lies here.
         """
         last_hash = take.hashes[-1]
         self._taking.remove(last_hash)
-        if is_refused or (take.is_source_leaving and not is_held):
+        if is_held and take.is_source_leaving:
+            self._held.add(last_hash)
+        elif is_refused or take.is_source_leaving:
             self._taken.pop(last_hash, None)
             self._refused.add(last_hash)
-        elif take.is_source_leaving:
-            self._held.add(last_hash)
 
     # -- what comes of it --
 
     def record(self, member: StoreMember, now: float, now_unix_s: float) -> StoreRecord:
         """What this node tells the others now."""
         assert member.key.worker_id == self._store_id, member
-        if not self._has_neighbours:
+        if not (self._has_neighbours or self._is_leaving):
             return StoreRecord(member=member)
         weights, reads = self._weights(now_unix_s), self._planner.reads(now, MAX_READS)
         if self._is_leaving:
-            asks = self._leave_asks(weights, now)
+            copies = [
+                self._ask(CopyKind.MOVE, asked.chain, asked.takers)
+                for asked in self._handover.asks(weights, now)
+            ]
         else:
-            asks = self._asks(weights, reads, now)
+            copies = self._asks(weights, reads, now).copies
         least = self._config.replicas.told_share * self._config.replicas.bytes_per_s_of_a_copy
         return StoreRecord(
             member=member,
-            copies=tuple(asks.copies),
+            copies=tuple(copies),
             reads=tuple(
                 ChainReads(home_hash=chain.home_hash, bytes_per_s=chain.bytes_per_s)
                 for chain in reads
@@ -246,7 +239,12 @@ class CopyBook:
     @property
     def num_asked(self) -> int:
         """Chains that a node that leaves asks others to take at this moment."""
-        return len(self._asked)
+        return self._handover.num_asked
+
+    @property
+    def handed(self) -> Set[BlockHash]:
+        """Blocks of a node that leaves that others have told that they have."""
+        return self._handover.handed
 
     @property
     def num_taking(self) -> int:
@@ -254,18 +252,16 @@ class CopyBook:
         return len(self._taking)
 
     def is_left(self, now: float) -> bool:
-        """Whether a node that leaves has asked for all that it held, each chain long enough."""
-        is_over = all(one.ends_at <= now for one in self._asked.values())
-        return self._is_leaving and not len(self._recent) and is_over
+        """Whether others have all that a node that leaves has asked for, or come for it no more."""
+        return self._is_leaving and self._handover.is_over(now)
 
     def validate(self) -> None:
         """Check every invariant; raises AssertionError."""
         self._planner.validate()
-        self._recent.validate()
+        self._handover.validate()
         assert len(self._taking) <= self._config.max_takes, self._taking
         assert not self._refused & (self._taken.keys() | self._taking)
-        assert self._is_leaving or not (self._asked or self._covered)
-        assert all(last_hash == one.chain[-1] for last_hash, one in self._asked.items())
+        assert self._is_leaving or not self._handover.num_asked
         ends = list(self._taken.values())
         assert ends == sorted(ends), ends
 
@@ -301,28 +297,6 @@ class CopyBook:
                 if homes and homes != (self._store_id,):
                     asks.add(self._ask(CopyKind.MOVE, chain.hashes, homes))
         return asks
-
-    def _leave_asks(self, weights: dict[WorkerId, float], now: float) -> _Asks:
-        """The window of chains that are asked for now."""
-        asks = _Asks()
-        before, self._asked = self._asked, {}
-        for asked in before.values():
-            if asked.ends_at > now:
-                self._ask_to_take(asked, weights, asks)
-        while (chain := self._recent.latest()) is not None:
-            if chain[-1] not in self._covered:
-                if not asks.has_room(chain):
-                    break
-                self._covered.update(chain)
-                asked = _Asked(chain=chain, ends_at=now + self._config.asked_s)
-                self._ask_to_take(asked, weights, asks)
-            self._recent.forget_latest()
-        return asks
-
-    def _ask_to_take(self, asked: _Asked, weights: dict[WorkerId, float], asks: _Asks) -> None:
-        asked.takers = homes_of(weights, home_key(asked.chain), 1)
-        self._asked[asked.chain[-1]] = asked
-        asks.add(self._ask(CopyKind.MOVE, asked.chain, asked.takers))
 
     def _ask(
         self, kind: CopyKind, hashes: tuple[BlockHash, ...], takers: tuple[WorkerId, ...]

@@ -188,6 +188,13 @@ class StoreCore:
         """
         return self._shares.tenant(self._catalogue.owner(block_hash))
 
+    def num_here(self, hashes: Sequence[BlockHash]) -> int:
+        """How many leading blocks of a chain lie here, in either tier."""
+        for index, block_hash in enumerate(hashes):
+            if block_hash not in self._catalogue:
+                return index
+        return len(hashes)
+
     def take_frame(self) -> StoreFrame:
         """What has happened since the last frame."""
         return self._frame.take(self.ledger(), self._catalogue.take_events())
@@ -248,11 +255,9 @@ class StoreCore:
     def _on_pin(self, command: Pin, now: float) -> None:
         if command.pin_id in self._pins:
             return
-        num_here = 0
         chain = command.hashes if len(self._pins) < _MAX_PINS else ()
-        while num_here < len(chain) and chain[num_here] in self._catalogue:
-            num_here += 1
-        pinned = self._pins.add(command.pin_id, command.kind, chain[:num_here], now + command.ttl_s)
+        chain = chain[: self.num_here(chain)]
+        pinned = self._pins.add(command.pin_id, command.kind, chain, now + command.ttl_s)
         self._host.pins_changed(pinned)
         self._frame.tell(Pinned(pin_id=command.pin_id, num_blocks=len(pinned)))
 

@@ -40,6 +40,7 @@ STORE_METRICS: tuple[Metric, ...] = (
     names.STORE_PUTS,
     names.STORE_EXPIRED_PUTS,
     names.STORE_PUT_BLOCKS,
+    names.STORE_LEAVING_BLOCKS,
     names.STORE_GETS,
     names.STORE_HIT_BLOCKS,
     names.STORE_EVICTED_BLOCKS,
@@ -72,6 +73,12 @@ class StoreBooks:
             if grown > 0:
                 self._metrics.count(metric, grown, **dict(labels))
         self._told = counts
+
+    def ring_left(self, *, num_handed_blocks: int, num_left_blocks: int) -> None:
+        """This node has left its ring."""
+        metric = names.STORE_LEAVING_BLOCKS
+        self._metrics.count(metric, num_handed_blocks, outcome="handed_over")
+        self._metrics.count(metric, num_left_blocks, outcome="left")
 
     def _set_gauges(self, report: StoreReport) -> None:
         metrics, stats, disk = self._metrics, report.stats, report.disk

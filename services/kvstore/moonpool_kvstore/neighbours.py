@@ -3,16 +3,18 @@
     each second: tell the directory of this node -> hear of the others -> take the chains that they ask for
 
 A chain is taken as an offer of a worker is: this node's own core says what it lacks, and reads it from the
-node that asked; a few at a time, so that offers of workers find room. What to ask for and what to take is decided in tiering/copies.py. Nothing here is on the way
-of a request, and a directory that is away changes nothing but that.
+node that asked; a few at a time, so that offers of workers find room. What to ask for and what to take is
+decided in tiering/copies.py. Nothing here is on the way of a request, and a directory that is away changes
+nothing but that.
 
-On the way out the others are asked to take what was used last, while it can still be read.
+On the way out the others are asked to take what was used last, while it can still be read, until they tell that
+they have it. Whoever is silent meanwhile may come back; whoever leaves as well will not.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,7 +23,7 @@ import structlog
 from moonpool.clock import Clock
 from moonpool.errors import UnavailableError
 from moonpool.handoff.messages import SourceRef
-from moonpool.ids import BlockHash, WorkerKey
+from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.store.directory import Directory
 from moonpool.store.directory_keeper import BEAT_S, DirectoryKeeper
 from moonpool.tiering.copies import CopyBook, TakeChain
@@ -43,6 +45,7 @@ class Neighbours:
         directory: Entered by whoever made it.
         book: This node's own.
         take: Offers a chain to this node's own core; returns when its reading has ended.
+        num_here: How many leading blocks of a chain lie here.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Neighbours:
         directory: Directory,
         book: CopyBook,
         take: Callable[[PutOffer], Awaitable[PutAnswer]],
+        num_here: Callable[[tuple[BlockHash, ...]], int],
         clock: Clock,
         beat_s: float = BEAT_S,
     ) -> None:
         self._member = StoreMember(key=key, address=address, since_unix_s=clock.unix())
         self._book = book
         self._take_offer = take
+        self._num_here = num_here
         self._clock = clock
         self._is_leaving = False
         self._left = asyncio.Event()
@@ -66,8 +71,13 @@ class Neighbours:
             directory, record=self._record, on_view=self._on_view, beat_s=beat_s
         )
         self._tasks: asyncio.TaskGroup | None = None
-        #: Nodes that do not leave, as of the last view; this one left out.
-        self.num_others = 0
+        #: Nodes that do not leave, as of the last view; while this one leaves, those too that are silent since.
+        self._others: set[WorkerId] = set()
+
+    @property
+    def num_others(self) -> int:
+        """Nodes that do not leave, as far as is known; this one left out."""
+        return len(self._others)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -83,30 +93,33 @@ class Neighbours:
         """A chain was offered here and not refused."""
         self._book.note_kept(hashes)
 
-    def note_lent(self, hashes: tuple[BlockHash, ...]) -> None:
+    def note_lent(self, hashes: tuple[BlockHash, ...], reader: WorkerKey | None) -> None:
         """A reader was lent these leading blocks of a chain."""
-        self._book.note_lent(hashes, self._clock.now())
+        reader_id = reader.worker_id if reader is not None else None
+        self._book.note_lent(hashes, self._clock.now(), reader=reader_id)
 
-    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerKey) -> None:
-        """That reader's stream has ended."""
-        self._book.note_returned(hashes, reader.worker_id, self._clock.now())
-        self._end_leaving()
+    def note_returned(self, reader: WorkerKey) -> None:
+        """A stream of that reader, who was lent something, has ended."""
+        self._book.note_returned(reader.worker_id, self._clock.now())
 
-    async def leave(self, *, timeout_s: float) -> None:
-        """Ask the others to take what was used last; returns when each chain was read, or asked for
-        long enough.
+    async def leave(self, *, timeout_s: float) -> Set[BlockHash] | None:
+        """Ask the others to take what was used last; returns when they have it, or nobody comes for it any more.
 
         The node must still lend. Without others, or without word from them, it returns at once.
+
+        Returns:
+            The blocks that others have told that they have; None: there were no others.
         """
-        if self._is_leaving or not self.num_others:
-            return
+        if self._is_leaving or not self._others:
+            return None
         self._is_leaving = True
         self._book.leave()
-        self._keeper.beat_now()
+        self._keeper.hasten()
         log.info("store.leaving_ring", num_others=self.num_others)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._left.wait()
+        return self._book.handed
 
     # -- parts --
 
@@ -115,14 +128,16 @@ class Neighbours:
         return self._book.record(member, self._clock.now(), self._clock.unix())
 
     def _on_view(self, view: RingView) -> None:
-        self.num_others = 0
+        staying: set[WorkerId] = set()
+        draining: set[WorkerId] = set()
         for member in view.members:
             if member.key.worker_id != self._member.key.worker_id:
-                self.num_others += not member.is_draining
+                (draining if member.is_draining else staying).add(member.key.worker_id)
             elif member.key == self._member.key and member.joined_unix_s is not None:
                 # The record of an earlier life ends soon: from here on this one tells it.
                 self._member = replace(self._member, joined_unix_s=member.joined_unix_s)
-        self._book.on_view(view)
+        self._others = (self._others - draining) | staying if self._is_leaving else staying
+        self._book.on_view(view, self._clock.now())
         self._end_leaving()
         self._take()
 
@@ -130,7 +145,7 @@ class Neighbours:
         """If this node leaves: whether it has left, or has to ask for more."""
         if not self._is_leaving or self._left.is_set():
             return
-        if self._book.is_left(self._clock.now()) or not self.num_others:
+        if self._book.is_left(self._clock.now()) or not self._others:
             self._left.set()
         elif not self._book.num_asked:
             self._keeper.beat_now()
@@ -152,7 +167,7 @@ class Neighbours:
         try:
             answer = await self._take_offer(offer)
             is_refused = answer.refusal is not None
-            is_held = not (is_refused or answer.num_wanted_blocks)
+            is_held = self._num_here(take.hashes) == len(take.hashes)
         except UnavailableError:
             # This node stops.
             return

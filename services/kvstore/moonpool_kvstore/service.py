@@ -219,8 +219,10 @@ class StoreService:
                 parts.key.worker_id,
                 CopyConfig(block_bytes=layout.block_bytes),
                 tenant_of=engine.tenant_of,
+                num_here=engine.num_here,
             ),
             take=engine.take,
+            num_here=engine.num_here,
             clock=self._clock,
         )
         engine.watch(neighbours)
@@ -237,8 +239,7 @@ class StoreService:
         await self._node.announce_drain()
 
     async def drain(self) -> None:
-        if self._neighbours is not None:
-            await self._neighbours.leave(timeout_s=self._config.store.drain_timeout_s / 2)
+        await self._leave_ring()
         await self._node.drain()
 
     async def abort(self) -> None:
@@ -246,6 +247,18 @@ class StoreService:
         await self._node.abort()
 
     # -- parts --
+
+    async def _leave_ring(self) -> None:
+        """Have the others take what lies here, and tell what they did not."""
+        if self._neighbours is None:
+            return
+        timeout_s = self._config.store.drain_timeout_s / 2
+        handed = await self._neighbours.leave(timeout_s=timeout_s)
+        if handed is None:
+            return
+        num_left = max(self.shell.kv.head.count - len(handed), 0)
+        self._books.ring_left(num_handed_blocks=len(handed), num_left_blocks=num_left)
+        log.info("store.left_ring", num_handed_blocks=len(handed), num_left_blocks=num_left)
 
     def _set_gauges(self) -> None:
         if self._engine is not None:

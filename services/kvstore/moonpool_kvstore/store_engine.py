@@ -86,12 +86,12 @@ class ChainWatcher(Protocol):
         """A chain was offered here and not refused."""
         ...
 
-    def note_lent(self, hashes: tuple[BlockHash, ...]) -> None:
-        """A reader was lent these leading blocks of a chain."""
+    def note_lent(self, hashes: tuple[BlockHash, ...], reader: WorkerKey | None) -> None:
+        """A reader was lent these leading blocks of a chain; if it is known, `note_returned` follows."""
         ...
 
-    def note_returned(self, hashes: tuple[BlockHash, ...], reader: WorkerKey) -> None:
-        """That reader's stream has ended."""
+    def note_returned(self, reader: WorkerKey) -> None:
+        """A stream of that reader, who was lent something, has ended."""
         ...
 
 
@@ -162,6 +162,8 @@ class StoreEngine:
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._puts: dict[AttemptId, _Put] = {}
         self._put_numbers = itertools.count(1)
+        #: Set with the next frame: by then the core has heard of their ends.
+        self._ended_puts: list[asyncio.Event] = []
         self._num_late_puts = 0
         #: How many blocks are pinned, by the pin that asks.
         self._pinning: dict[int, asyncio.Future[int]] = {}
@@ -197,6 +199,7 @@ class StoreEngine:
                 if not put.answered.done():
                     put.answered.set_exception(_not_ready())
                 put.ended.set()
+            self._end_puts()
             for answered in self._pinning.values():
                 if not answered.done():
                     answered.set_exception(_not_ready())
@@ -236,7 +239,7 @@ class StoreEngine:
         return await self._answer(self._begin_put(offer), offer)
 
     async def take(self, offer: PutOffer) -> PutAnswer:
-        """Take an offer; the answer comes when what was wanted of it has been read, or will not be.
+        """Take an offer; the answer comes when what was wanted of it lies here, or will not.
 
         Raises:
             UnavailableError: This node stops.
@@ -249,6 +252,10 @@ class StoreEngine:
     def tenant_of(self, block_hash: BlockHash) -> str:
         """On whose account a block is kept; see StoreCore.tenant_of."""
         return self._core.tenant_of(block_hash)
+
+    def num_here(self, hashes: tuple[BlockHash, ...]) -> int:
+        """How many leading blocks of a chain lie here; see StoreCore.num_here."""
+        return self._core.num_here(hashes)
 
     async def pin(self, pin: PinChain) -> PinAnswer:
         """Keep a chain in memory, as far as it lies here.
@@ -300,6 +307,7 @@ class StoreEngine:
                         self._core.handle(command, now)
             self._core.tick(now)
             self._pass_on(self._core.take_frame(), refused)
+            self._end_puts()
             self._arm()
         except Exception as error:  # noqa: BLE001 - told once, by run()
             self._failure.set_exception(error)
@@ -394,9 +402,14 @@ class StoreEngine:
         put = self._puts.pop(attempt_id, None)
         if put is None:
             return
-        put.ended.set()
+        self._ended_puts.append(put.ended)
         if put.timer is not None:
             put.timer.cancel()
+
+    def _end_puts(self) -> None:
+        for ended in self._ended_puts:
+            ended.set()
+        self._ended_puts.clear()
 
     # -- gets --
 
@@ -406,14 +419,14 @@ class StoreEngine:
             return
         lock.num_lent = len(reply.block_ids)
         if self._watcher is not None:
-            self._watcher.note_lent(lock.hashes[: lock.num_lent])
+            self._watcher.note_lent(lock.hashes[: lock.num_lent], lock.reader)
 
     def _on_unlock(self, command: UnlockPrefix) -> None:
         lock = self._locks.pop(command.read_id, None)
         if lock is None or lock.num_lent is None or lock.reader is None:
             return
         if self._watcher is not None:
-            self._watcher.note_returned(lock.hashes[: lock.num_lent], lock.reader)
+            self._watcher.note_returned(lock.reader)
 
     # -- the disk --
 

@@ -1,0 +1,205 @@
+"""What a node that leaves asks for: by whose word it is handed over, and when it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
+from moonpool.tiering.handover import Handover
+from moonpool.tiering.homes import home_key, home_of
+from moonpool.tiering.store_record import (
+    MAX_COPIES,
+    ChainCopy,
+    CopyKind,
+    RingView,
+    StoreMember,
+    StoreRecord,
+)
+
+ME, ONE, OTHER = WorkerId("s0"), WorkerId("s1"), WorkerId("s2")
+ASKED_S, UNHEARD_S = 5.0, 10.0
+Chain = tuple[BlockHash, ...]
+
+
+def chain(number: int, num_blocks: int = 3) -> Chain:
+    return tuple(
+        BlockHash(number.to_bytes(16, "little") + index.to_bytes(16, "little"))
+        for index in range(num_blocks)
+    )
+
+
+def chain_of(home: WorkerId, number: int = 0) -> Chain:
+    """A chain, one of many, whose home of the two others this is."""
+    homes = {ONE: 1.0, OTHER: 1.0}
+    found = [what for what in map(chain, range(200)) if home_of(homes, home_key(what)) == home]
+    return found[number]
+
+
+def member(store_id: WorkerId, *, is_draining: bool = False) -> StoreMember:
+    return StoreMember(
+        key=WorkerKey(store_id, Incarnation("1")),
+        address="h:1",
+        since_unix_s=0.0,
+        is_draining=is_draining,
+    )
+
+
+class Leaver:
+    """A node that leaves, among ONE and OTHER."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        #: Leading blocks that lie here, if not all.
+        self.num_here: dict[Chain, int] = {}
+        self.weights = {ONE: 1.0, OTHER: 1.0}
+        self.handover = Handover(
+            asked_s=ASKED_S,
+            unheard_s=UNHEARD_S,
+            max_blocks=4_096,
+            num_here=lambda hashes: self.num_here.get(hashes, len(hashes)),
+        )
+
+    def ask(self) -> dict[Chain, tuple[WorkerId, ...]]:
+        asked = self.handover.asks(self.weights, self.now)
+        self.handover.validate()
+        return {one.chain: one.takers for one in asked}
+
+    def hear(self, *taken: Chain, of: WorkerId = ONE, is_heard: bool = True) -> None:
+        """A view: this node's own record as it is, if that was heard, and what another one has."""
+        copies = tuple(
+            ChainCopy(kind=CopyKind.MOVE, tenant="", hashes=what, takers=takers)
+            for what, takers in self.ask().items()
+        )
+        own = StoreRecord(member=member(ME, is_draining=True), copies=copies if is_heard else ())
+        told = StoreRecord(member=member(of), taken=tuple(what[-1] for what in taken))
+        self.handover.on_view(RingView.of([own, told]), ME, self.now)
+        self.handover.validate()
+
+    @property
+    def is_over(self) -> bool:
+        return self.handover.is_over(self.now)
+
+    def handed(self) -> set[BlockHash]:
+        return set(self.handover.handed)
+
+
+@pytest.fixture
+def leaver() -> Iterator[Leaver]:
+    leaver = Leaver()
+    yield leaver
+    leaver.handover.validate()
+
+
+def test_it_is_over_when_all_is_handed_over(leaver: Leaver) -> None:
+    assert leaver.is_over
+    first, second = chain_of(ONE), chain_of(ONE, 1)
+    for what in (first, second):
+        leaver.handover.note(what)
+    assert not leaver.is_over
+    leaver.hear()
+    leaver.hear(first)
+    assert (leaver.is_over, leaver.handed()) == (False, set(first))
+    leaver.hear(second)
+    assert (leaver.is_over, leaver.handed()) == (True, {*first, *second})
+
+
+def test_time_runs_from_when_it_was_heard(leaver: Leaver) -> None:
+    leaver.handover.note(chain_of(ONE))
+    leaver.hear(is_heard=False)
+    leaver.now += UNHEARD_S - 1.0
+    leaver.hear()
+    leaver.now += ASKED_S - 0.1
+    assert not leaver.is_over
+    leaver.hear()
+    leaver.now += 0.2
+    assert (leaver.is_over, leaver.handed()) == (True, set())
+
+
+def test_a_directory_that_does_not_hear_is_not_waited_for_for_ever(leaver: Leaver) -> None:
+    leaver.handover.note(chain_of(ONE))
+    leaver.hear(is_heard=False)
+    leaver.now += UNHEARD_S - 0.1
+    assert not leaver.is_over
+    leaver.now += 0.2
+    assert leaver.is_over
+
+
+def test_a_sign_of_a_taker_is_one_for_all_that_it_is_asked_for(leaver: Leaver) -> None:
+    of_one = [chain_of(ONE, number) for number in range(4)]
+    of_other = chain_of(OTHER)
+    for what in (*of_one, of_other):
+        leaver.handover.note(what)
+    leaver.hear()
+    # Each of these takes nearly all the time that there is.
+    for sign in range(3):
+        leaver.now += ASKED_S - 0.1
+        if sign == 0:
+            leaver.handover.on_lent(ONE, leaver.now)
+        elif sign == 1:
+            leaver.handover.on_returned(ONE, leaver.now)
+        else:
+            leaver.hear(of_one[0])
+        assert not leaver.is_over
+    assert leaver.ask().keys() == {*of_one[1:], of_other}
+    # The other one never came, and gets what room there is.
+    leaver.hear(*of_one[1:])
+    assert (leaver.is_over, set(leaver.ask())) == (True, {of_other})
+    leaver.hear(of_other, of=OTHER)
+    assert leaver.handed() == {block_hash for what in (*of_one, of_other) for block_hash in what}
+
+
+def test_nothing_is_given_up_while_its_taker_reads(leaver: Leaver) -> None:
+    leaver.handover.note(chain_of(ONE))
+    leaver.hear()
+    leaver.handover.on_lent(ONE, leaver.now)
+    leaver.now += 10 * ASKED_S
+    assert not leaver.is_over
+    leaver.handover.on_returned(ONE, leaver.now)
+    leaver.now += ASKED_S
+    assert leaver.is_over
+    # Whoever read before anything was noted is no taker.
+    leaver.handover.on_returned(ONE, leaver.now)
+
+
+def test_what_lies_here_is_asked_for_and_nothing_twice(leaver: Leaver) -> None:
+    whole, part, gone = chain(1), chain(2), chain(3)
+    leaver.num_here = {part: 2, gone: 0}
+    for what in (gone, part, part[:1], whole[:2], whole):
+        leaver.handover.note(what)
+    assert list(leaver.ask()) == [whole, part[:1], part[:2]]
+    leaver.hear(part[:2], of=leaver.ask()[part[:2]][0])
+    leaver.handover.note(part[:1])
+    assert part[:2] not in leaver.ask()
+
+
+def test_a_taker_stays_while_it_is_there(leaver: Leaver) -> None:
+    what = chain_of(ONE)
+    leaver.handover.note(what)
+    leaver.hear()
+    leaver.weights = {ONE: 1e-9, OTHER: 1.0}
+    assert leaver.ask() == {what: (ONE,)}
+    leaver.now += ASKED_S
+    assert leaver.is_over
+    # The next one has its own time.
+    leaver.weights = {OTHER: 1.0}
+    assert (leaver.ask(), leaver.is_over) == ({what: (OTHER,)}, False)
+    leaver.now += ASKED_S
+    assert leaver.is_over
+    leaver.weights = {}
+    assert (leaver.ask(), leaver.is_over) == ({what: ()}, True)
+
+
+def test_what_nobody_comes_for_makes_room(leaver: Leaver) -> None:
+    chains = [chain(number) for number in range(MAX_COPIES + 5)]
+    for what in reversed(chains):
+        leaver.handover.note(what)
+    leaver.hear()
+    assert list(leaver.ask()) == chains[:MAX_COPIES]
+    leaver.now += ASKED_S
+    assert list(leaver.ask()) == [*chains[MAX_COPIES:], *chains[: MAX_COPIES - 5]]
+    leaver.hear()
+    assert not leaver.is_over
+    leaver.now += ASKED_S
+    assert leaver.is_over
