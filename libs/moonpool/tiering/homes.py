@@ -22,7 +22,11 @@ import xxhash
 
 from moonpool.ids import BlockHash, WorkerId
 
-#: Blocks of a chain's beginning that decide where it lies.
+#: Blocks of a chain's beginning that decide where it lies. No setting: workers and stores compute homes each by
+#: themselves, so whoever was set otherwise would look for a chain, or ask for copies of it, where nobody else does.
+#: 64 blocks of 16 tokens are longer than most of what all requests begin with, which is to be spread over the
+#: nodes with what goes on from it, and shorter than what tells one chat or document from another, whose chains
+#: are to lie together. (A simulation in which blocks are longer scales it.)
 HOME_BLOCKS = 64
 #: The least weight: of a node that has joined this moment.
 MIN_WEIGHT = 0.05
