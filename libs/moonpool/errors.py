@@ -23,8 +23,8 @@ class MoonpoolError(Exception):
     """
 
     default_code: ClassVar[str] = "internal_error"
-    #: True if the same request may succeed later without being changed.
-    is_retryable: ClassVar[bool] = False
+    #: Errors of this kind pass by themselves.
+    may_pass: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -39,6 +39,14 @@ class MoonpoolError(Exception):
         self.code = code or self.default_code
         self.param = param
         self.retry_after_s = retry_after_s
+
+    @property
+    def is_retryable(self) -> bool:
+        """True if the same request may succeed later without being changed.
+
+        So it is where the kind of error passes, and where whoever raised it says when to come back.
+        """
+        return self.may_pass or self.retry_after_s is not None
 
 
 class InvalidRequestError(MoonpoolError):
@@ -57,14 +65,14 @@ class UnavailableError(MoonpoolError):
     """Nobody can serve it now (503, UNAVAILABLE)."""
 
     default_code = "service_unavailable"
-    is_retryable = True
+    may_pass = True
 
 
 class OverloadedError(MoonpoolError):
     """The queue is full (503, RESOURCE_EXHAUSTED)."""
 
     default_code = "server_overloaded"
-    is_retryable = True
+    may_pass = True
 
 
 class DeadlineExceededError(MoonpoolError):
@@ -102,7 +110,7 @@ class WorkerLostError(MoonpoolError):
     """Every allowed attempt at a request failed (503, UNAVAILABLE)."""
 
     default_code = "worker_lost"
-    is_retryable = True
+    may_pass = True
 
 
 class InternalError(MoonpoolError):

@@ -98,6 +98,11 @@ def test_a_bare_status_of_the_transport_is_understood() -> None:
 def test_retries_are_announced_only_where_they_help() -> None:
     busy = to_http(OverloadedError("full", retry_after_s=0.2))
     assert busy.headers == {"retry-after": "1", "retry-after-ms": "200"}
+    # A kind that stands, for once with a time to come back.
+    late = QueueDeadlineError("no room in time", retry_after_s=2.0)
+    assert to_http(late).headers == {"retry-after": "2", "retry-after-ms": "2000"}
+    assert from_rpc_status(to_rpc_status(late)).is_retryable
+    assert to_http(QueueDeadlineError("late")).headers == {"x-should-retry": "false"}
     assert to_http(ModelError("damaged")).headers == {"x-should-retry": "false"}
     assert to_http(InvalidRequestError("no")).headers == {}
     assert to_http(UnauthenticatedError("no")).headers == {"www-authenticate": "Bearer"}
