@@ -91,6 +91,12 @@ class UnauthenticatedError(MoonpoolError):
     default_code = "invalid_api_key"
 
 
+class PermissionDeniedError(MoonpoolError):
+    """The key is good, and does not open this (403, PERMISSION_DENIED)."""
+
+    default_code = "permission_denied"
+
+
 class CancelledByClientError(MoonpoolError):
     """The client went away (499, CANCELLED)."""
 

@@ -15,6 +15,7 @@ from moonpool.errors import (
     MoonpoolError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -48,6 +49,7 @@ _EXIT_BY_ERROR: tuple[tuple[type[MoonpoolError], int], ...] = (
     (InvalidRequestError, EXIT_REFUSED),
     (NotFoundError, EXIT_REFUSED),
     (UnauthenticatedError, EXIT_REFUSED),
+    (PermissionDeniedError, EXIT_REFUSED),
     (FailedPreconditionError, EXIT_REFUSED),
     (CancelledByClientError, EXIT_INTERRUPTED),
 )

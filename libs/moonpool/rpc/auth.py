@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 import grpc
 
 from moonpool.config.api_keys import ApiKeys
-from moonpool.errors import UnauthenticatedError
+from moonpool.errors import PermissionDeniedError, UnauthenticatedError
 from moonpool.rpc.interceptor import abort
 from moonpool.rpc.metadata import bearer_key
 
@@ -49,10 +49,5 @@ async def _refuse(_requests: object, context: grpc.aio.ServicerContext) -> None:
 
 
 async def _refuse_tenant(_requests: object, context: grpc.aio.ServicerContext) -> None:
-    await abort(
-        context,
-        UnauthenticatedError(
-            "This is for whoever runs the cluster; a tenant's key does not open it.",
-            code="permission_denied",
-        ),
-    )
+    message = "This is for whoever runs the cluster; a tenant's key does not open it."
+    await abort(context, PermissionDeniedError(message))

@@ -25,6 +25,7 @@ from moonpool.errors import (
     MoonpoolError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     QueueDeadlineError,
     TransferError,
     UnauthenticatedError,
@@ -67,6 +68,7 @@ _ROWS = (
     _row("invalid_message", InvalidMessageError, code_pb2.INVALID_ARGUMENT, 400, "invalid_request_error"),
     _row("invalid_request", InvalidRequestError, code_pb2.INVALID_ARGUMENT, 400, "invalid_request_error"),
     _row("unauthenticated", UnauthenticatedError, code_pb2.UNAUTHENTICATED, 401, "invalid_request_error"),
+    _row("permission_denied", PermissionDeniedError, code_pb2.PERMISSION_DENIED, 403, "permission_error"),
     _row("not_found", NotFoundError, code_pb2.NOT_FOUND, 404, "invalid_request_error"),
     _row("queue_deadline", QueueDeadlineError, code_pb2.DEADLINE_EXCEEDED, 408, "timeout_error"),
     _row("deadline", DeadlineExceededError, code_pb2.DEADLINE_EXCEEDED, 504, "timeout_error"),
@@ -85,7 +87,6 @@ _ROW_BY_KIND = {row.kind: row for row in _ROWS}
 
 #: Codes whose HTTP status differs from their class's: the door's own refusals.
 _HTTP_STATUS_BY_CODE = {
-    "permission_denied": 403,
     "method_not_supported": 405,
     "request_timeout": 408,
     "request_header_too_large": 431,
@@ -104,7 +105,7 @@ _ERROR_BY_GRPC_CODE: dict[int, tuple[type[MoonpoolError], str]] = {
     code_pb2.DEADLINE_EXCEEDED: (DeadlineExceededError, "deadline_exceeded"),
     code_pb2.NOT_FOUND: (NotFoundError, "not_found"),
     code_pb2.UNAUTHENTICATED: (UnauthenticatedError, "invalid_api_key"),
-    code_pb2.PERMISSION_DENIED: (UnauthenticatedError, "permission_denied"),
+    code_pb2.PERMISSION_DENIED: (PermissionDeniedError, "permission_denied"),
     code_pb2.RESOURCE_EXHAUSTED: (OverloadedError, "resource_exhausted"),
     code_pb2.FAILED_PRECONDITION: (FailedPreconditionError, "incompatible"),
     code_pb2.ABORTED: (FailedPreconditionError, "aborted"),

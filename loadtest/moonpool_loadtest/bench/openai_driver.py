@@ -16,6 +16,7 @@ from moonpool.errors import (
     MoonpoolError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -34,7 +35,7 @@ _DONE = b"[DONE]"
 _LIST_TIMEOUT_S = 10.0
 _ERROR_BY_STATUS: dict[int, type[MoonpoolError]] = {
     401: UnauthenticatedError,
-    403: UnauthenticatedError,
+    403: PermissionDeniedError,
     404: NotFoundError,
     408: DeadlineExceededError,
     429: OverloadedError,

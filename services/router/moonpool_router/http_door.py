@@ -29,6 +29,7 @@ from moonpool.errors import (
     InvalidRequestError,
     MoonpoolError,
     NotFoundError,
+    PermissionDeniedError,
     UnauthenticatedError,
 )
 from moonpool.inference.request import DEFAULT_TENANT
@@ -239,9 +240,8 @@ class HttpDoor:
         if tenant is None:
             raise UnauthenticatedError("The API key is not valid here.")
         if scope["path"] == METRICS_PATH and not keys.is_operator(given):
-            raise UnauthenticatedError(
+            raise PermissionDeniedError(
                 "Metrics are for whoever runs the cluster; a tenant's key does not open them.",
-                code="permission_denied",
             )
         return tenant
 
