@@ -23,6 +23,7 @@ from moonpool.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
+    InvalidRequestError,
     MoonpoolError,
     OverloadedError,
     UnauthenticatedError,
@@ -239,9 +240,10 @@ async def test_a_message_beyond_the_bound_is_refused_and_the_server_lives() -> N
         await stream.write(
             worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router_id="x" * 4_096))
         )
-        with pytest.raises(OverloadedError):
+        with pytest.raises(InvalidRequestError) as caught:
             async for _ in replies(stream, worker_pb2.WorkerMessage, peer="w"):
                 pass
+        assert (caught.value.code, caught.value.is_retryable) == ("request_too_large", False)
         assert (await describe(channel)).version == "1"
 
 

@@ -97,6 +97,16 @@ def test_a_bare_status_of_the_transport_is_understood() -> None:
     assert type(from_rpc_status(status_pb2.Status(code=99))) is InternalError
 
 
+def test_a_message_that_is_too_large_is_not_sent_again() -> None:
+    for status, error_type, code in (
+        ("w: Received message larger than max (4196 vs. 1024)", InvalidRequestError, "request_too_large"),
+        ("w: CLIENT: Sent message larger than max (9 vs. 8)", InvalidRequestError, "request_too_large"),
+        ("w: Concurrent RPC limit exceeded!", OverloadedError, "resource_exhausted"),
+    ):  # fmt: skip
+        back = from_rpc_status(status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message=status))
+        assert (type(back), back.code) == (error_type, code)
+
+
 def test_retries_are_announced_only_where_they_help() -> None:
     busy = to_http(OverloadedError("full", retry_after_s=0.2))
     assert busy.headers == {"retry-after": "1", "retry-after-ms": "200"}

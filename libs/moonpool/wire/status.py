@@ -95,6 +95,9 @@ _HTTP_STATUS_BY_CODE = {
     "unsupported_content_encoding": 415,
 }
 
+#: gRPC's own words for a message beyond a bound, whichever end noticed: RESOURCE_EXHAUSTED, but no matter of time.
+_TOO_LARGE = "message larger than max"
+
 #: When to come back after an error that passes and does not say when.
 _DEFAULT_RETRY_AFTER_S = 1.0
 
@@ -147,6 +150,8 @@ def to_rpc_status(error: MoonpoolError) -> status_pb2.Status:
 def from_rpc_status(status: status_pb2.Status) -> MoonpoolError:
     """The peer's error with its class, code, param and retry time, as far as it said them."""
     error_type, code = _ERROR_BY_GRPC_CODE.get(status.code, (InternalError, "internal_error"))
+    if status.code == code_pb2.RESOURCE_EXHAUSTED and _TOO_LARGE in status.message:
+        error_type, code = InvalidRequestError, "request_too_large"
     param: str | None = None
     retry_after_s: float | None = None
     for detail in status.details:
