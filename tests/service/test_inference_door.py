@@ -10,7 +10,7 @@ import pytest
 
 from moonpool.api.v1 import inference_pb2, inference_pb2_grpc
 from moonpool.config.api_keys import ApiKeys, key_digest
-from moonpool.errors import UnauthenticatedError
+from moonpool.errors import InvalidRequestError, UnauthenticatedError
 from moonpool.ids import RequestId
 from moonpool.inference.generation import GenerationChunk, GenerationEvent, GenerationRequest
 from moonpool.rpc.calls import replies
@@ -122,6 +122,18 @@ async def test_without_keys_every_request_is_the_default_tenants() -> None:
         await call.read()
         call.cancel()
     assert front.tenants == ["default"]
+
+
+async def test_a_prompt_longer_than_the_model_takes_goes_no_further() -> None:
+    front = EndlessDoor()
+    async with serving(front) as address, open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        prompt = inference_pb2.TokenPrompt(token_ids=range(front.max_model_len))
+        call = stub.Generate(inference_pb2.GenerateRequest(tokens=prompt))
+        with pytest.raises(InvalidRequestError, match="maximum context length is 16 tokens"):
+            async for _ in replies(call, inference_pb2.GenerateReply, peer="door"):
+                pass
+    assert front.labels == []
 
 
 async def test_a_client_that_reads_keeps_it_and_one_that_cancels_ends_it() -> None:

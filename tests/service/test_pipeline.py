@@ -153,4 +153,4 @@ async def test_the_clients_own_name_of_a_request_is_logged_with_its_id(model: Se
         request_id = await front.submit(named)
     (line,) = [entry for entry in logs if entry["event"] == "request.submitted"]
     assert (line["request_id"], line["endpoint"]) == (request_id, "test")
-    assert line["label"] == "mine" + "x" * 124
+    assert line["label"] == "mine" + "x" * 123

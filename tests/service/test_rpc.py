@@ -32,7 +32,7 @@ from moonpool.errors import (
 from moonpool.rpc import options
 from moonpool.rpc.calls import call, is_serving, replies
 from moonpool.rpc.channel import open_channel
-from moonpool.rpc.metadata import call_metadata, read_metadata
+from moonpool.rpc.metadata import call_metadata, clean_label, read_metadata
 from moonpool.rpc.server import RpcServer
 
 _SERVICE = "moonpool.api.v1.Worker"
@@ -167,6 +167,11 @@ async def test_metadata_carries_trace_and_label() -> None:
         read_metadata([("traceparent", "junk"), ("x-request-id", "a\nb" * 100)]).traceparent == ""
     )
     assert read_metadata(None).request_label == ""
+
+
+def test_a_label_is_cut_before_it_is_cleaned() -> None:
+    assert clean_label("a\nb") == "ab"
+    assert clean_label("\x00" * 128 + "far behind") == ""
 
 
 async def test_nobody_there_names_the_peer() -> None:

@@ -6,6 +6,7 @@ from moonpool.api.v1 import inference_pb2 as pb
 from moonpool.errors import InvalidRequestError
 from moonpool.ids import RequestId
 from moonpool.inference.generation import (
+    MAX_CLIENT_REQUEST_ID_LENGTH,
     ChatMessage,
     ChatPrompt,
     GenerationChunk,
@@ -76,6 +77,20 @@ def test_a_list_that_is_too_long_is_refused(message: pb.GenerateRequest, param: 
     with pytest.raises(InvalidRequestError) as caught:
         generation_request_from_pb(message, deadline_s=None)
     assert caught.value.param == param
+
+
+def test_a_prompt_that_the_model_cannot_take_is_not_copied() -> None:
+    message = pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=range(16)))
+    generation_request_from_pb(message, deadline_s=None, max_model_len=17)
+    with pytest.raises(InvalidRequestError) as caught:
+        generation_request_from_pb(message, deadline_s=None, max_model_len=16)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_a_label_is_cut() -> None:
+    for message in (pb.GenerateRequest(text="a", client_request_id="x" * 500), pb.GenerateRequest(text="a")):
+        request = generation_request_from_pb(message, deadline_s=None, request_label="x" * 500)
+        assert request.client_request_id == "x" * MAX_CLIENT_REQUEST_ID_LENGTH
 
 
 def test_a_request_without_a_prompt_is_refused() -> None:

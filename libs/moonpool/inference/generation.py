@@ -24,6 +24,8 @@ MAX_STOP_TOKEN_IDS = 1_024
 #: Of one chat, and parts of one message.
 MAX_MESSAGES = 4_096
 MAX_CACHE_SALT_LENGTH = 1024
+#: Of a client's own name for its request; the rest is cut off.
+MAX_CLIENT_REQUEST_ID_LENGTH = 128
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moonpool.inference.generation import MAX_CLIENT_REQUEST_ID_LENGTH
+
 TRACEPARENT = "traceparent"
 REQUEST_ID = "x-request-id"
 AUTHORIZATION = "authorization"
-
-MAX_REQUEST_LABEL_LENGTH = 128
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
@@ -65,4 +65,4 @@ def bearer_key(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | No
 
 def clean_label(value: str) -> str:
     """A client's name for its request, fit for a log line."""
-    return _UNPRINTABLE.sub("", value)[:MAX_REQUEST_LABEL_LENGTH]
+    return _UNPRINTABLE.sub("", value[:MAX_CLIENT_REQUEST_ID_LENGTH])

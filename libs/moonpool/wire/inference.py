@@ -9,6 +9,7 @@ from moonpool.api.v1 import inference_pb2 as pb
 from moonpool.errors import InvalidRequestError
 from moonpool.ids import RequestId
 from moonpool.inference.generation import (
+    MAX_CLIENT_REQUEST_ID_LENGTH,
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -41,6 +42,7 @@ def generation_request_from_pb(
     traceparent: str = "",
     request_label: str = "",
     tenant: str = DEFAULT_TENANT,
+    max_model_len: int = MAX_TOKENS,
 ) -> GenerationRequest:
     """Read a client's request.
 
@@ -48,13 +50,15 @@ def generation_request_from_pb(
         deadline_s: The call's remaining time, if the client set one.
         request_label: The call's, for a message that has none of its own.
         tenant: Whose it is, as the door says.
+        max_model_len: A prompt that is as long is refused before it is walked through.
 
     Raises:
         InvalidRequestError: No prompt is set, or a list is too long.
     """
     options = message.sampling
+    label = message.client_request_id or request_label
     return GenerationRequest(
-        prompt=_prompt_from_pb(message),
+        prompt=_prompt_from_pb(message, max_model_len),
         model=message.model,
         options=SamplingOptions(
             temperature=options.temperature if options.HasField("temperature") else None,
@@ -68,7 +72,7 @@ def generation_request_from_pb(
         ),
         tenant=tenant,
         cache_salt=message.cache_salt,
-        client_request_id=message.client_request_id or request_label,
+        client_request_id=label[:MAX_CLIENT_REQUEST_ID_LENGTH],
         deadline_s=deadline_s,
         traceparent=traceparent,
     )
@@ -188,7 +192,7 @@ def _usage_from_pb(message: pb.Usage) -> Usage:
     )
 
 
-def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:
+def _prompt_from_pb(message: pb.GenerateRequest, max_model_len: int) -> Prompt:
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return TextPrompt(text=message.text)
@@ -199,7 +203,7 @@ def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:
         )
     if kind == "tokens":
         token_ids = message.tokens.token_ids
-        check_prompt_length(len(token_ids), max_model_len=MAX_TOKENS)
+        check_prompt_length(len(token_ids), max_model_len=max_model_len)
         return TokenPrompt(token_ids=tuple(token_ids))
     raise InvalidRequestError(
         "Set one of text, chat or tokens.", code="missing_required_parameter", param="prompt"

@@ -53,6 +53,7 @@ class InferenceDoor(inference_pb2_grpc.InferenceServicer):
             traceparent=call.traceparent,
             request_label=call.request_label,
             tenant=self._tenant(context),
+            max_model_len=self._pipeline.max_model_len,
         )
         task = asyncio.current_task()
         assert task is not None
