@@ -87,8 +87,27 @@ def test_a_prompt_that_the_model_cannot_take_is_not_copied() -> None:
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
+def test_roles_are_those_of_the_http_door() -> None:
+    def asking(*roles: str) -> pb.GenerateRequest:
+        return pb.GenerateRequest(
+            chat=pb.ChatPrompt(messages=[pb.ChatMessage(role=role) for role in roles])
+        )
+
+    request = generation_request_from_pb(asking("developer", "user", "assistant"), deadline_s=None)
+    assert isinstance(request.prompt, ChatPrompt)
+    assert [message.role for message in request.prompt.messages] == ["system", "user", "assistant"]
+    for role in ("tool", "", "User", "x" * 1_000_000):
+        with pytest.raises(InvalidRequestError, match="allowed are system, developer") as caught:
+            generation_request_from_pb(asking("user", role), deadline_s=None)
+        assert caught.value.param == "messages[1].role"
+        assert len(caught.value.message) < 200
+
+
 def test_a_label_is_cut() -> None:
-    for message in (pb.GenerateRequest(text="a", client_request_id="x" * 500), pb.GenerateRequest(text="a")):
+    for message in (
+        pb.GenerateRequest(text="a", client_request_id="x" * 500),
+        pb.GenerateRequest(text="a"),
+    ):
         request = generation_request_from_pb(message, deadline_s=None, request_label="x" * 500)
         assert request.client_request_id == "x" * MAX_CLIENT_REQUEST_ID_LENGTH
 

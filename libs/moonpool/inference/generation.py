@@ -26,6 +26,14 @@ MAX_MESSAGES = 4_096
 MAX_CACHE_SALT_LENGTH = 1024
 #: Of a client's own name for its request; the rest is cut off.
 MAX_CLIENT_REQUEST_ID_LENGTH = 128
+#: By the word that a client may use, the one that chat templates know. `developer` is OpenAI's newer word for
+#: `system`.
+CHAT_ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -216,6 +224,20 @@ def resolve_sampling(
         ignore_eos=options.ignore_eos,
         stop_token_ids=tuple(dict.fromkeys(options.stop_token_ids)),
     )
+
+
+def chat_role(said: str, *, param: str) -> str:
+    """The role of a message as chat templates know it.
+
+    Raises:
+        InvalidRequestError: There is no such role; names `param`.
+    """
+    role = CHAT_ROLES.get(said)
+    if role is None:
+        raise InvalidRequestError(
+            f"{param} is {said[:64]!r}; allowed are {', '.join(CHAT_ROLES)}.", param=param
+        )
+    return role
 
 
 def check_stop(stop: tuple[str, ...]) -> None:

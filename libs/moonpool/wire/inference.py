@@ -26,6 +26,7 @@ from moonpool.inference.generation import (
     Timing,
     TokenPrompt,
     Usage,
+    chat_role,
     check_prompt_length,
 )
 from moonpool.inference.output import FinishReason
@@ -53,7 +54,7 @@ def generation_request_from_pb(
         max_model_len: A prompt that is as long is refused before it is walked through.
 
     Raises:
-        InvalidRequestError: No prompt is set, or a list is too long.
+        InvalidRequestError: No prompt is set, a list is too long, or a message's role is not one of CHAT_ROLES.
     """
     options = message.sampling
     label = message.client_request_id or request_label
@@ -199,7 +200,12 @@ def _prompt_from_pb(message: pb.GenerateRequest, max_model_len: int) -> Prompt:
     if kind == "chat":
         messages = _bounded(message.chat.messages, "messages", MAX_MESSAGES)
         return ChatPrompt(
-            messages=tuple(ChatMessage(role=part.role, content=part.content) for part in messages)
+            messages=tuple(
+                ChatMessage(
+                    role=chat_role(part.role, param=f"messages[{index}].role"), content=part.content
+                )
+                for index, part in enumerate(messages)
+            )
         )
     if kind == "tokens":
         token_ids = message.tokens.token_ids

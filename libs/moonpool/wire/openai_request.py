@@ -27,6 +27,7 @@ from moonpool.inference.generation import (
     SamplingOptions,
     TextPrompt,
     TokenPrompt,
+    chat_role,
     check_prompt_length,
 )
 from moonpool.inference.request import DEFAULT_TENANT
@@ -36,13 +37,6 @@ from moonpool.wire.openai_fields import Json, check_fields, shown_name, unsuppor
 #: What a text completion without `max_tokens` gets, as OpenAI documents it.
 DEFAULT_COMPLETION_TOKENS = 16
 
-#: `developer` is OpenAI's newer word for `system`.
-_ROLES: Mapping[str, str] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
 #: Of a message that an earlier answer had; clients send them back, mostly as null.
 _MESSAGE_FIELDS = frozenset({"role", "content", "refusal", "annotations"})
 _UNSUPPORTED_MESSAGE_FIELDS = frozenset(
@@ -257,12 +251,7 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
 
 
 def _chat_message(message: Message, path: str) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise InvalidRequestError(
-            f"{path}.role is {message.role[:64]!r}; allowed are {', '.join(_ROLES)}.",
-            param=f"{path}.role",
-        )
+    role = chat_role(message.role, param=f"{path}.role")
     if message.content is None:
         raise InvalidRequestError(
             f"{path}.content must be a text or a list of text parts.",
