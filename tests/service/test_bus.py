@@ -153,10 +153,13 @@ SENDS_AWAY = "away"
 
 
 @asynccontextmanager
-async def scripted_broker(answers: list[bytes | None]) -> AsyncIterator[str]:
+async def scripted_broker(
+    answers: list[bytes | None], *, greeting_pause_s: float = 0.0
+) -> AsyncIterator[str]:
     """A broker's URL. It accepts clients and answers the PING after, of each client in turn, as told.
 
-    None: it answers this one and all later ones like a broker.
+    None: it answers this one and all later ones like a broker, the first PING after CONNECT only after
+    `greeting_pause_s`.
     """
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -174,7 +177,8 @@ async def scripted_broker(answers: list[bytes | None]) -> AsyncIterator[str]:
                 if num_pings > 1 and answer is not None:
                     writer.write(answer)
                     return
-                writer.write(b"PONG\r\n")
+                pause_s = greeting_pause_s if num_pings == 2 else 0.0
+                asyncio.get_running_loop().call_later(pause_s, writer.write, b"PONG\r\n")
 
     server = await asyncio.start_server(converse, "127.0.0.1", 0)
     async with server:
@@ -205,6 +209,21 @@ async def test_nats_that_sends_a_client_away_is_tried_again() -> None:
         assert not await changes.get()
         assert await changes.get()
         assert await bus.publish("s", b"heard")
+
+
+async def test_nats_that_answers_late_is_connected_all_the_same() -> None:
+    changes: asyncio.Queue[bool] = asyncio.Queue()
+    async with (
+        asyncio.timeout(_DEADLINE_S),
+        # Longer than nats-py is given to flush elsewhere.
+        scripted_broker([None], greeting_pause_s=1.1) as url,
+        NatsBus(url, name="test") as bus,
+    ):
+        bus.on_connection(changes.put_nowait)
+        assert await changes.get()
+        # What it sends is read: nats-py stops reading over a late answer to a flush that was given up.
+        await bus.publish(SENDS_AWAY, b"")
+        assert not await changes.get()
 
 
 def test_subjects_carry_the_cluster_and_refuse_wildcards() -> None:

@@ -36,8 +36,11 @@ MAX_OUTSTANDING_PINGS = 2
 CONNECT_TIMEOUT_S = 2
 RECONNECT_WAIT_S = 0.25
 CLOSE_TIMEOUT_S = 2.0
-#: How long a broker that does not read or answer may hold us up.
+#: How long a broker that does not read may hold us up.
 FLUSH_TIMEOUT_S = 1
+#: How long a broker may take to answer that it has the subscriptions. Longer than nats-py's pings need to find it
+#: silent: nats-py does not bear the late answer to a flush that was given up.
+GREETING_TIMEOUT_S = PING_INTERVAL_S * (MAX_OUTSTANDING_PINGS + 2)
 #: Before a new client comes to a broker that sent the last one away.
 SENT_AWAY_PAUSE_S = 0.5
 
@@ -148,10 +151,10 @@ class NatsBus:
             closed = asyncio.Event()
             try:
                 await self._connect(closed)
-                # It ended again at once: nats-py goes on, or has closed the client.
-                with suppress(nats.errors.Error):
-                    await self._on_reconnected()
-                await closed.wait()
+                async with asyncio.TaskGroup() as tasks:
+                    greeting = tasks.create_task(self._greet(), name="nats-greet")
+                    await closed.wait()
+                    greeting.cancel()
             except (OSError, nats.errors.Error) as error:
                 await self._on_error(error)
             log.warning("bus.sent_away", error=str(self._client.last_error))
@@ -159,6 +162,18 @@ class NatsBus:
             self._subscriptions = dict.fromkeys(self._subscriptions)
             await asyncio.sleep(SENT_AWAY_PAUSE_S)
             self._client = Client()
+
+    async def _greet(self) -> None:
+        """Begin a new client's first connection; nats-py tells of those that follow."""
+        try:
+            await self._on_reconnected()
+        except nats.errors.FlushTimeoutError as error:
+            await self._on_error(error)
+            if not self._is_connected:
+                await self._client.close()
+        except (OSError, nats.errors.Error) as error:
+            # It ended again at once: nats-py goes on, or has closed the client.
+            log.debug("bus.greeting_failed", error=type(error).__name__)
 
     async def _connect(self, closed: asyncio.Event) -> None:
         async def on_closed() -> None:
@@ -185,7 +200,7 @@ class NatsBus:
             if handle is None:
                 await self._register(subscription)
         # Answered after the broker has taken the subscriptions: whoever publishes next is heard.
-        await self._client.flush(timeout=FLUSH_TIMEOUT_S)
+        await self._client.flush(timeout=GREETING_TIMEOUT_S)
         log.info("bus.connected", server=self._server_name())
         self._set_connected(True)
 
