@@ -15,9 +15,11 @@ import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moonpool.api.v1 import worker_pb2, worker_pb2_grpc
+from moonpool.config.api_keys import ApiKeys
 from moonpool.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -30,8 +32,10 @@ from moonpool.errors import (
     UnavailableError,
 )
 from moonpool.rpc import options
+from moonpool.rpc.auth import KeyInterceptor
 from moonpool.rpc.calls import call, is_serving, replies
 from moonpool.rpc.channel import open_channel
+from moonpool.rpc.errors import errors_from
 from moonpool.rpc.metadata import call_metadata, clean_label, read_metadata
 from moonpool.rpc.server import RpcServer
 
@@ -206,6 +210,60 @@ async def test_a_stream_without_the_key_is_refused() -> None:
         with pytest.raises(UnauthenticatedError):
             async for _ in replies(stream, worker_pb2.WorkerMessage, peer="w"):
                 pass
+
+
+async def test_a_stranger_may_ask_for_health_but_not_watch_it() -> None:
+    key = call_metadata(key="k" * 16)
+    async with serving(WorkerServicer(), key="k" * 16) as (_, channel):
+        assert not await is_serving(channel, peer="w", deadline_s=_DEADLINE_S)
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        with pytest.raises(UnauthenticatedError), errors_from("w"):
+            await watch.read()
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), metadata=key)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+
+
+async def test_a_stranger_that_asks_nothing_is_sent_away() -> None:
+    server = grpc.aio.server(
+        interceptors=[KeyInterceptor(ApiKeys.single("k" * 16), stranger_timeout_s=0.05)]
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(_DEADLINE_S):
+            silent = channel.stream_stream("/grpc.health.v1.Health/Check")()
+            with pytest.raises(InvalidRequestError, match="in time"), errors_from("w"):
+                await silent.read()
+    finally:
+        await server.stop(0)
+
+
+async def test_one_call_more_than_a_server_takes_is_refused() -> None:
+    servicer = WorkerServicer()
+    async with serving(servicer, max_calls=1) as (_, channel):
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        held = stub.Session()
+        await held.write(worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router_id="1")))
+        assert (await held.read()).hello.version == "1"
+        with pytest.raises(OverloadedError) as caught:
+            await describe(channel)
+        assert caught.value.is_retryable
+        held.cancel()
+        await servicer.cancelled.wait()
+        async with asyncio.timeout(_DEADLINE_S):
+            while not await _is_answered(channel):
+                pass
+
+
+async def _is_answered(channel: grpc.aio.Channel) -> bool:
+    try:
+        await describe(channel)
+    except OverloadedError:
+        return False
+    return True
 
 
 async def test_an_open_address_without_a_key_refuses_to_start() -> None:

@@ -36,6 +36,7 @@ class RpcServer:
         key: The cluster key, or the keys of a door; None accepts every caller.
         operator_services: Services that only an operator's key opens, if there are keys.
         max_message_bytes: Bound of one message, both ways.
+        max_calls: Calls at once; one more is refused with RESOURCE_EXHAUSTED. None: no bound.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RpcServer:
         key: str | ApiKeys | None = None,
         operator_services: Collection[str] = (),
         max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+        max_calls: int | None = None,
     ) -> None:
         if key is None and not is_loopback(host):
             raise ConfigError(
@@ -57,7 +59,9 @@ class RpcServer:
             keys = ApiKeys.single(key) if isinstance(key, str) else key
             interceptors.insert(0, KeyInterceptor(keys, operator_services=operator_services))
         self._server = grpc.aio.server(
-            interceptors=interceptors, options=server_options(max_message_bytes)
+            interceptors=interceptors,
+            options=server_options(max_message_bytes),
+            maximum_concurrent_rpcs=max_calls,
         )
         self._host = host
         self._requested_port = port

@@ -61,6 +61,8 @@ from moonpool_router.placement_config import routing_config
 from moonpool_router.served_model import ServedModel
 from moonpool_router.worker_links import WorkerLinks
 
+#: Calls of the gRPC door beside those of requests: health, status, models.
+_NUM_OTHER_CALLS = 256
 #: Streams that run are cut this long after the abort at the latest.
 _STOP_GRACE_S = 1.0
 
@@ -158,14 +160,15 @@ class RouterService:
             on_change=self._changed.set,
         )
         links.listen(loop)
+        limits = PipelineLimits(
+            request_timeout_s=config.router.request_timeout_s,
+            queue_timeout_s=config.router.queue_timeout_s,
+        )
         pipeline = self._pipeline = RequestPipeline(
             model,
             loop,
             feed,
-            limits=PipelineLimits(
-                request_timeout_s=config.router.request_timeout_s,
-                queue_timeout_s=config.router.queue_timeout_s,
-            ),
+            limits=limits,
             tracer=tracer,
             traces=traces,
             books=books,
@@ -173,7 +176,7 @@ class RouterService:
         )
         await life.enter(self._bus)
         await life.enter(links)
-        server = await self._listen(life, pipeline, traces)
+        server = await self._listen(life, pipeline, traces, limits)
         http = await self._listen_http(life, pipeline, books)
         loop.start()
         listener = BusListener(self._bus, subjects, loop, feed, router_id=config.router_id)
@@ -249,7 +252,9 @@ class RouterService:
 
     # -- parts --
 
-    async def _listen(self, life: Life, pipeline: RequestPipeline, traces: TraceRing) -> RpcServer:
+    async def _listen(
+        self, life: Life, pipeline: RequestPipeline, traces: TraceRing, limits: PipelineLimits
+    ) -> RpcServer:
         assert self._loop is not None
         settings = self._config.router
         server = self._server = RpcServer(
@@ -258,6 +263,7 @@ class RouterService:
             key=self._keys,
             operator_services=(admin_door.SERVICE,),
             max_message_bytes=PUBLIC_MESSAGE_BYTES,
+            max_calls=limits.max_requests + _NUM_OTHER_CALLS,
         )
         server.add(
             inference_pb2_grpc.add_InferenceServicer_to_server,
