@@ -11,6 +11,7 @@ from typing import Protocol
 
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from moonpool.clock import ManualClock
 from moonpool.errors import ConfigError
@@ -282,6 +283,25 @@ async def test_a_beat_that_nobody_heard_is_made_again_soon(tmp_path: Path) -> No
             await seen.wait()
     finally:
         server.kill()
+
+
+async def test_a_password_that_redis_does_not_take_is_told_once(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, options=("--requirepass", "right"))
+    try:
+        server.start()
+        with capture_logs() as logs:
+            url = server.url.replace("//", "//:wrong@")
+            async with RedisDirectory(url, cluster=_CLUSTER):
+                await eventually(
+                    lambda: sum(line["event"] == "directory.not_connected" for line in logs) > 1,
+                    timeout_s=_DEADLINE_S,
+                    what="two tries",
+                )
+    finally:
+        server.kill()
+    (told,) = [line for line in logs if line["log_level"] == "warning"]
+    assert told["event"] == "directory.unreachable"
+    assert told["why"].startswith("AuthenticationError")
 
 
 async def test_redis_that_hangs_holds_nobody_up(tmp_path: Path) -> None:

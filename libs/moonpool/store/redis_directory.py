@@ -95,8 +95,8 @@ class RedisDirectory:
         self._tasks = asyncio.TaskGroup()
         self._connecting: asyncio.Task[None] | None = None
         self._num_failed_calls = 0
-        #: The last refusal, so that it is logged once.
-        self._refusal = ""
+        #: What was last in the way, so that it is logged once.
+        self._problem = ""
         #: Records that could not be read.
         self.num_bad_records = 0
 
@@ -201,7 +201,7 @@ class RedisDirectory:
                 return answer
             except ResponseError as error:
                 # It is there and does not want to: the connection is as good as before.
-                self._note_refusal(error)
+                self._warn_once("directory.refused", error)
             except (TimeoutError, OSError, RedisError) as error:
                 self._lose(error)
             swallowed.check()
@@ -219,11 +219,12 @@ class RedisDirectory:
             return None
         return record
 
-    def _note_refusal(self, error: RedisError) -> None:
-        refusal = str(error)
-        if refusal != self._refusal:
-            self._refusal = refusal
-            log.warning("directory.refused", why=refusal)
+    def _warn_once(self, event: str, error: Exception) -> None:
+        """Until it is something else that is in the way."""
+        problem = f"{type(error).__name__}: {error}"
+        if problem != self._problem:
+            self._problem = problem
+            log.warning(event, why=problem)
 
     def _lose(self, error: Exception) -> None:
         if self.is_connected:
@@ -241,11 +242,13 @@ class RedisDirectory:
             except (TimeoutError, OSError, RedisError) as error:
                 swallowed.check()
                 log.debug("directory.not_connected", error=type(error).__name__)
+                # A password that the server does not take comes this way, too.
+                self._warn_once("directory.unreachable", error)
                 await asyncio.sleep(RECONNECT_WAIT_S)
                 continue
             swallowed.check()
             log.info("directory.connected")
-            self._refusal = ""
+            self._problem = ""
             self._lost.clear()
             self._connected.set()
             await self._lost.wait()
