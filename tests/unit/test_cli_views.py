@@ -13,7 +13,7 @@ from moonpool.cli.ask import Reply
 from moonpool.cli.chat import footer, reply_json
 from moonpool.cli.demo_text import QUESTION, demo_messages
 from moonpool.cli.doctor import finding_lines, summary
-from moonpool.cli.doctor_checks import Finding, Severity
+from moonpool.cli.doctor_checks import Finding, Severity, Task, check_nats
 from moonpool.cli.journey import Journey, group_layers, make_journey, summarize_gaps
 from moonpool.cli.journey_view import journey_json, journey_lines
 from moonpool.cli.pull import LineProgress
@@ -483,3 +483,9 @@ def test_the_demos_prompt_is_long_and_ends_with_a_question() -> None:
     assert sum(len(message.content.split()) for message in messages) > 700
     assert [message.role for message in messages[-3:]] == ["user", "assistant", "user"]
     assert messages[-1].content == QUESTION
+
+
+def test_doctor_shows_no_credentials() -> None:
+    config = ClusterConfig.model_validate({"nats": {"url": "nats://ops:secret@broker:4222"}})
+    (finding,) = check_nats(Task(config=config, is_deep=False))
+    assert finding.message == "an own broker is used: nats://...@broker:4222 (not asked)"

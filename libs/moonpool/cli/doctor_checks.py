@@ -26,7 +26,7 @@ from moonpool.cluster.nats_server import nats_server_path
 from moonpool.cluster.run_file import running_clusters
 from moonpool.config.schema import ClusterConfig, StoreGroup
 from moonpool.config.secret import FILE_NAME, load_or_create_secret
-from moonpool.config.values import format_size
+from moonpool.config.values import format_size, without_credentials
 from moonpool.errors import ConfigError, ModelError, MoonpoolError
 from moonpool.hub.chat_template import ChatTemplate
 from moonpool.hub.manifest import MANIFEST_NAME, read_manifest
@@ -200,7 +200,8 @@ def check_memfd(_task: Task) -> Iterator[Finding]:
 
 def check_nats(task: Task) -> Iterator[Finding]:
     if not task.config.nats.is_embedded:
-        yield _info("nats", f"an own broker is used: {task.config.nats.url} (not asked)")
+        url = without_credentials(str(task.config.nats.url))
+        yield _info("nats", f"an own broker is used: {url} (not asked)")
         return
     try:
         path = nats_server_path()

@@ -21,6 +21,7 @@ from moonpool.cli.terminal import Glyphs, is_live, make_console, print_json
 from moonpool.cluster.local_cluster import NATS, ROUTER, Endpoints
 from moonpool.cluster.part import PartEvent, PartState
 from moonpool.config.schema import ClusterConfig
+from moonpool.config.values import without_credentials
 
 _STYLE_BY_STATE = {
     PartState.READY: "green",
@@ -153,7 +154,7 @@ class JsonView:
             model=facts.model,
             grpc_address=facts.endpoints.grpc_address,
             http_url=facts.endpoints.http_url,
-            nats_url=facts.endpoints.nats_url,
+            nats_url=without_credentials(facts.endpoints.nats_url),
             run_dir=facts.run_dir,
         )
 
