@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from moonpool.config.load import FLAG_BY_KEY, LoadedConfig, load_cluster_config
+from moonpool.config.private_file import create_private
 from moonpool.config.process import (
     RouterConfig,
     WorkerConfig,
@@ -397,6 +398,14 @@ def test_a_document_replaces_a_link_and_does_not_follow_it(tmp_path: Path) -> No
     assert elsewhere.read_text() == "mine"
     assert (path.is_symlink(), stat.S_IMODE(path.stat().st_mode)) == (False, 0o600)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["elsewhere", "router.json"]
+
+
+def test_who_comes_second_finds_the_first_ones_secret(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    create_private(path, b"first")
+    create_private(path, b"second")
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"first", 0o600)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ internal calls. Only its fingerprint is ever sent.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
-import os
 import secrets
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moonpool.config.private_file import create_private
 from moonpool.errors import ConfigError
 from moonpool.kv.block_hash import secret_fingerprint
 
@@ -47,7 +45,8 @@ def load_or_create_secret(data_dir: Path) -> ClusterSecret:
     path = data_dir / FILE_NAME
     try:
         if not path.exists():
-            _create(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create_private(path, f"{secrets.token_hex(_NUM_BYTES)}\n".encode())
         mode = path.stat().st_mode & 0o777
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -64,16 +63,3 @@ def load_or_create_secret(data_dir: Path) -> ClusterSecret:
             "(every cached block is then unknown)"
         )
     return ClusterSecret(value=value)
-
-
-def _create(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{FILE_NAME}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(_NUM_BYTES) + "\n")
-        # A link, not a rename: the first of two processes wins and the other reads its file.
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
