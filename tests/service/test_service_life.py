@@ -31,6 +31,8 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.drain_forever = False
+        #: In every step of its stop.
+        self.hangs = False
         self.fail_in: str | None = None
         self.task_may_fail = asyncio.Event()
         self.start_blocks = False
@@ -65,14 +67,18 @@ class Recorder:
 
     async def announce_drain(self) -> None:
         self.step("announce")
+        if self.hangs:
+            await asyncio.Event().wait()
 
     async def drain(self) -> None:
         self.step("drain")
-        if self.drain_forever:
+        if self.drain_forever or self.hangs:
             await asyncio.Event().wait()
 
     async def abort(self) -> None:
         self.step("abort")
+        if self.hangs:
+            await asyncio.Event().wait()
 
     def step(self, name: str) -> None:
         self.events.append(name)
@@ -137,6 +143,32 @@ async def test_a_close_that_takes_too_long_is_told(is_failing: bool) -> None:
         )
     assert lates == [len(service.events) - 2]
     assert service.events[-2:] == ["leave rpc", "leave bus"]
+
+
+async def test_a_stop_takes_no_longer_than_its_policy_says() -> None:
+    """A supervisor that kills earlier would kill one that was about to end by itself."""
+    service = Recorder()
+    service.hangs = True
+    service.may_leave.clear()
+    policy = StopPolicy(
+        drain_grace_s=0.05, drain_timeout_s=0.05, abort_timeout_s=0.1, close_timeout_s=0.05
+    )
+    loop = asyncio.get_running_loop()
+    stopping: list[float] = []
+    lives: list[Life] = []
+
+    def on_ready(_facts: ReadyFacts) -> None:
+        stopping.append(loop.time())
+        lives[0].request_stop()
+
+    def on_late() -> None:
+        stopping.append(loop.time())
+        service.may_leave.set()
+
+    await serve(service, policy=policy, on_life=lives.append, on_ready=on_ready, on_late=on_late)
+    began, ended = stopping
+    assert policy.total_s == pytest.approx(0.35)
+    assert policy.total_s - 0.01 < ended - began
 
 
 async def test_a_task_that_fails_ends_the_process_without_a_drain() -> None:

@@ -49,6 +49,7 @@ from moonpool.ids import WorkerId
 from moonpool.rpc.admin import clear_cache, fetch_ledger, fetch_snapshot, fetch_status, fetch_steps
 from moonpool.rpc.cache import fetch_cache_stats
 from moonpool.rpc.store import fetch_store_report
+from moonpool.service.life import StopPolicy
 from moonpool.wire.admin import RouterSnapshot
 from moonpool.wire.cache_stats import CacheStats
 from moonpool.wire.steps import StepRecord
@@ -60,8 +61,8 @@ NATS = "nats"
 
 _NUM_KEPT_RUNS = 10
 _POLL_S = 0.05
-#: Beyond a service's own drain timeout, before it is killed.
-_STOP_GRACE_S = 10.0
+#: Beyond all that a service gives itself for a stop, before it is killed: one that is late ends itself.
+_KILL_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,11 +435,8 @@ class LocalCluster:
                     stopping.create_task(self.stop_part(name))
 
     def _stop_timeout_s(self, part: Part) -> float:
-        document = part.spec.document
-        if isinstance(document, RouterConfig):
-            return document.router.drain_timeout_s + _STOP_GRACE_S
-        settings = document.store if isinstance(document, KvStoreConfig) else document.worker
-        return settings.drain_timeout_s + _STOP_GRACE_S
+        policy = StopPolicy(drain_timeout_s=part.spec.document.drain_timeout_s)
+        return policy.total_s + _KILL_AFTER_S
 
     def _router_spec(self, name: str) -> PartSpec:
         document = router_config(self.config, nats_url=self._nats_url)

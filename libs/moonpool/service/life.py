@@ -46,6 +46,13 @@ class StopPolicy:
     #: Tasks and adapters. Enough for what a disk has taken and not yet written.
     close_timeout_s: float = 20.0
 
+    @property
+    def total_s(self) -> float:
+        """The longest stop there is: each step takes its time, and then nothing is waited for any more."""
+        steps_s = self.drain_grace_s + self.drain_timeout_s + self.close_timeout_s
+        # Announcing has as long as aborting.
+        return steps_s + 2 * self.abort_timeout_s
+
 
 class Service(Protocol):
     """What a composition root builds."""
