@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import threading
@@ -16,7 +17,13 @@ from moonpool.bus.subjects import Subjects
 from moonpool.clock import SystemClock
 from moonpool.dispatch.index_follower import IndexFollower
 from moonpool.dispatch.reuse_books import ReuseBooks
-from moonpool.errors import InvalidRequestError, OverloadedError, QueueDeadlineError
+from moonpool.errors import (
+    InvalidRequestError,
+    MoonpoolError,
+    OverloadedError,
+    QueueDeadlineError,
+    UnavailableError,
+)
 from moonpool.ids import RequestId
 from moonpool.inference.generation import ChatMessage, ChatPrompt, GenerationRequest, TextPrompt
 from moonpool.kv.asked_keys import AskedKeys
@@ -72,6 +79,16 @@ class Front:
             clock=clock,
         )
 
+    async def failure(self, request: GenerationRequest) -> MoonpoolError | None:
+        """Read all of the answer; what it fails with."""
+        try:
+            async with self.pipeline.submit(request, endpoint="test") as answer:
+                async for _ in answer:
+                    pass
+        except MoonpoolError as error:
+            return error
+        return None
+
     async def submit(self, request: GenerationRequest, **options: bool) -> RequestId:
         """Enter and leave at once; the request's id."""
         async with self.pipeline.submit(request, endpoint="test", **options) as answer:
@@ -113,6 +130,18 @@ async def test_a_deadline_holds_while_the_prompt_waits_to_be_tokenized(model: Se
     async with quiet(front):
         with busy_threads(model), pytest.raises(QueueDeadlineError):
             await front.submit(GenerationRequest(prompt=ASK.prompt, deadline_s=0.02))
+
+
+async def test_a_request_that_is_tokenized_during_an_abort_goes_to_nobody(
+    model: ServedModel,
+) -> None:
+    front = Front(model)
+    async with quiet(front), asyncio.TaskGroup() as tasks:
+        with busy_threads(model):
+            asking = tasks.create_task(front.failure(ASK))
+            await asyncio.sleep(0)
+            front.pipeline.abort(UnavailableError("down"))
+        assert type(await asking) is UnavailableError
 
 
 async def test_a_text_that_cannot_fit_is_not_tokenized(model: ServedModel) -> None:

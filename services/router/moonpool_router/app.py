@@ -206,10 +206,9 @@ class RouterService:
 
     async def abort(self) -> None:
         assert self._pipeline is not None
-        assert self._loop is not None
         assert self._server is not None
         assert self._http is not None
-        self._loop.fail_all(
+        self._pipeline.abort(
             UnavailableError("The server shut down while it answered.", code="shutting_down")
         )
         await self._pipeline.wait_idle()

@@ -199,6 +199,7 @@ class DispatchLoop:
         self._wakeup.set()
 
     def drain(self) -> None:
+        """Give nothing that is new to a worker from here on."""
         self.handle(DrainRequested())
 
     def start(self) -> None:

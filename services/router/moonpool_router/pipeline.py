@@ -155,6 +155,12 @@ class RequestPipeline:
         """Refuse what is new from here on."""
         self._is_draining = True
 
+    def abort(self, error: MoonpoolError) -> None:
+        """End every answer with `error`; a request that is still being tokenized goes to no worker."""
+        self._is_draining = True
+        self._loop.drain()
+        self._loop.fail_all(error)
+
     async def wait_idle(self) -> None:
         """Return when every door has left every answer."""
         await self._idle.wait()
