@@ -124,3 +124,16 @@ def test_a_neutral_value_is_accepted_whatever_its_number_type() -> None:
         with pytest.raises(InvalidRequestError) as refused:
             check_fields({name: value}, implemented=frozenset(), is_strict=False)
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
+
+
+def test_of_many_unknown_fields_a_few_are_kept() -> None:
+    message = {"role": "user", "content": "", **{f"x{number}": 1 for number in range(12)}}
+    unknown = {f"y{number}": 1 for number in range(100)}
+    for body, last in (
+        ({"messages": [message] * 3}, "messages[1].x3"),
+        ({"messages": [{"role": "user", "content": ""}], **unknown}, "y15"),
+    ):
+        request = chat_request(body, HttpContext())
+        assert len(request.unknown) == 17
+        assert unknown_warning(request.unknown).endswith(f", {last} and more")
+    assert unknown_warning(("a", "b")) == "ignored unknown parameters: a, b"

@@ -20,8 +20,8 @@ Json = Any
 #: Deeper than any request we know; also keeps our own walk from costing more than the parse.
 MAX_JSON_DEPTH = 64
 
-#: A warning names at most so many unknown fields.
-_MAX_WARNED = 16
+#: A warning names at most so many unknown fields; of more than these nobody keeps a list.
+MAX_WARNED = 16
 _MAX_NAME = 64
 
 #: They would let a client reach into the cluster or its memory.
@@ -125,13 +125,13 @@ def parse_object(body: bytes) -> dict[str, Json]:
 def check_fields(
     body: Mapping[str, Json], *, implemented: frozenset[str], is_strict: bool
 ) -> tuple[str, ...]:
-    """Refuse what is not implemented; returns the names that nobody knows.
+    """Refuse what is not implemented; returns the names that nobody knows, one more than are warned about at most.
 
     Raises:
         InvalidRequestError: `unsupported_parameter`, `forbidden_parameter` or, under `is_strict`,
             `unknown_parameter`.
     """
-    unknown = []
+    unknown: list[str] = []
     for name, value in body.items():
         if name in implemented or value is None or name in _IGNORED:
             continue
@@ -142,7 +142,7 @@ def check_fields(
         if name in _NEUTRAL:
             _check_neutral(name, value)
         else:
-            unknown.append(name)
+            note_unknown(unknown, name)
     if unknown and is_strict:
         raise InvalidRequestError(
             f"{shown_name(unknown[0])} is not a parameter of this endpoint.",
@@ -152,10 +152,16 @@ def check_fields(
     return tuple(unknown)
 
 
+def note_unknown(unknown: list[str], name: str) -> None:
+    """Add a name that nobody knows, as long as more of them make a difference to the warning."""
+    if len(unknown) <= MAX_WARNED:
+        unknown.append(name)
+
+
 def unknown_warning(names: tuple[str, ...]) -> str:
     """The value of the `x-warning` header: printable ASCII."""
-    shown = ", ".join(shown_name(name) for name in names[:_MAX_WARNED])
-    more = f" and {len(names) - _MAX_WARNED} more" if len(names) > _MAX_WARNED else ""
+    shown = ", ".join(shown_name(name) for name in names[:MAX_WARNED])
+    more = " and more" if len(names) > MAX_WARNED else ""
     return f"ignored unknown parameters: {shown}{more}"
 
 

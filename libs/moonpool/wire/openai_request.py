@@ -32,7 +32,13 @@ from moonpool.inference.generation import (
 )
 from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.wire.fields import MAX_NAME_LENGTH, MAX_TOKENS
-from moonpool.wire.openai_fields import Json, check_fields, shown_name, unsupported
+from moonpool.wire.openai_fields import (
+    Json,
+    check_fields,
+    note_unknown,
+    shown_name,
+    unsupported,
+)
 
 #: What a text completion without `max_tokens` gets, as OpenAI documents it.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -148,7 +154,9 @@ def chat_request(body: Mapping[str, Json], context: HttpContext) -> OpenAiReques
     Raises:
         InvalidRequestError: With the field's path and what is allowed.
     """
-    unknown = check_fields(body, implemented=_names_of(ChatFields), is_strict=context.is_strict)
+    unknown = list(
+        check_fields(body, implemented=_names_of(ChatFields), is_strict=context.is_strict)
+    )
     fields = _converted(body, ChatFields)
     if not fields.messages:
         raise InvalidRequestError(
@@ -156,7 +164,7 @@ def chat_request(body: Mapping[str, Json], context: HttpContext) -> OpenAiReques
         )
     messages = []
     for index, message in enumerate(fields.messages):
-        unknown += _unknown_in_message(body["messages"][index], f"messages[{index}]", context)
+        _check_message_fields(body["messages"][index], f"messages[{index}]", context, unknown)
         messages.append(_chat_message(message, f"messages[{index}]"))
     max_tokens, max_tokens_name = _max_tokens(fields)
     return _request(
@@ -164,7 +172,7 @@ def chat_request(body: Mapping[str, Json], context: HttpContext) -> OpenAiReques
         ChatPrompt(messages=tuple(messages)),
         max_tokens,
         context,
-        unknown=unknown,
+        unknown=tuple(unknown),
         names={"prompt": "messages", "max_tokens": max_tokens_name},
     )
 
@@ -280,23 +288,21 @@ def _chat_message(message: Message, path: str) -> ChatMessage:
     return ChatMessage(role=role, content="\n".join(texts))
 
 
-def _unknown_in_message(
-    message: Mapping[str, Json], path: str, context: HttpContext
-) -> tuple[str, ...]:
-    unknown = []
+def _check_message_fields(
+    message: Mapping[str, Json], path: str, context: HttpContext, unknown: list[str]
+) -> None:
+    """Refuse what is not implemented; adds what nobody knows to `unknown`."""
     for name, value in message.items():
         if name in _MESSAGE_FIELDS or value is None or value == []:
             continue
+        where = f"{path}.{shown_name(name)}"
         if name in _UNSUPPORTED_MESSAGE_FIELDS:
-            raise unsupported(f"{path}.{name}")
-        unknown.append(f"{path}.{shown_name(name)}")
-    if unknown and context.is_strict:
-        raise InvalidRequestError(
-            f"{unknown[0]} is not a field of a message.",
-            code="unknown_parameter",
-            param=unknown[0],
-        )
-    return tuple(unknown)
+            raise unsupported(where)
+        if context.is_strict:
+            raise InvalidRequestError(
+                f"{where} is not a field of a message.", code="unknown_parameter", param=where
+            )
+        note_unknown(unknown, where)
 
 
 def _prompt(value: Json) -> Prompt:
