@@ -8,7 +8,7 @@ import pytest
 
 from moonpool import native
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
-from moonpool.kv.block_key import block_keys
+from moonpool.kv.block_key import KeyArray, block_keys
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from moonpool.kv.expected_blocks import ExpectedBlocks
 from moonpool.kv.key_table import DictKeyTable, KeyTable
@@ -216,13 +216,18 @@ def test_nothing_is_expected_of_a_worker_that_is_not_followed(
     assert match(index, "ab") == {}
 
 
-def test_what_is_expected_of_a_worker_is_bounded() -> None:
+def test_of_what_is_expected_of_a_worker_the_oldest_ends_go() -> None:
+    def keys(first: int, last: int) -> KeyArray:
+        return np.arange(first, last + 1, dtype=np.uint64)
+
     expected = ExpectedBlocks(max_blocks=3)
-    expected.add(np.arange(1, 6, dtype=np.uint64))
+    expected.add(keys(1, 5))
     expected.validate()
     assert len(expected) == 3
-    assert expected.run_end(np.arange(1, 6, dtype=np.uint64), 0) == 0
-    assert expected.run_end(np.arange(3, 9, dtype=np.uint64), 0) == 3
+    assert expected.run_end(keys(1, 5), 0) == 3
+    expected.add(keys(7, 8))
+    expected.validate()
+    assert (expected.run_end(keys(1, 5), 0), expected.run_end(keys(7, 8), 0)) == (1, 2)
 
 
 def test_a_late_snapshot_takes_nothing_back(index: PrefixIndex, a: Worker) -> None:

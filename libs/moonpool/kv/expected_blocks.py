@@ -23,16 +23,19 @@ class ExpectedBlocks:
     def __init__(self, *, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._num_words = 0
-        #: Key -> the number of words after which it is expected no longer, which only grows.
+        #: Key -> the number of words after which it is expected no longer, which only grows. Of each chain the end
+        #: stands first.
         self._until: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._until)
 
     def add(self, keys: KeyArray) -> None:
-        """The worker holds these; of too many the oldest go."""
+        """The worker holds these, a chain from its beginning. Of too many the oldest chains' ends go: a block is of use
+        only with all before it.
+        """
         until = self._num_words + _NUM_WORDS
-        for key in keys.tolist():
+        for key in reversed(keys[: self._max_blocks].tolist()):
             self._until.pop(key, None)
             self._until[key] = until
         while len(self._until) > self._max_blocks:
