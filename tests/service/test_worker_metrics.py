@@ -61,6 +61,7 @@ async def test_a_handoff_is_in_the_books_of_both_sides(tmp_path: Path) -> None:
     assert seen['moonpool_refused_attempts_total{reason="never_fits"}'] == 1
     assert seen['moonpool_worker_requests{state="running"}'] == 0
     assert seen["moonpool_nats_connected"] == 1
+    assert seen['moonpool_bus_lost_messages_total{reason="unsent"}'] == 0
     assert seen["moonpool_handoff_streams"] == 0
     assert on_prefill["moonpool_step_tokens_total"] == 100
     assert any(name.startswith('moonpool_build_info{process="d0"') for name in seen)

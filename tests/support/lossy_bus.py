@@ -35,6 +35,10 @@ class LossyBus:
     def num_unsent(self) -> int:
         return self._inner.num_unsent
 
+    @property
+    def num_dropped(self) -> int:
+        return self._inner.num_dropped
+
     def on_connection(self, listener: ConnectionListener) -> None:
         self._inner.on_connection(listener)
 

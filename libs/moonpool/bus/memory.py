@@ -56,6 +56,7 @@ class MemoryBus:
         self._subscriptions: list[Subscription] = []
         self._listeners: list[ConnectionListener] = []
         self._num_unsent = 0
+        self._num_dropped = 0
         self._is_open = False
 
     @property
@@ -65,6 +66,10 @@ class MemoryBus:
     @property
     def num_unsent(self) -> int:
         return self._num_unsent
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
 
     def on_connection(self, listener: ConnectionListener) -> None:
         self._listeners.append(listener)
@@ -81,7 +86,9 @@ class MemoryBus:
     async def subscribe(
         self, subject: str, *, queue_size: int = DEFAULT_QUEUE_SIZE
     ) -> Subscription:
-        subscription = Subscription(subject, queue_size=queue_size, on_close=self._unsubscribe)
+        subscription = Subscription(
+            subject, queue_size=queue_size, on_close=self._unsubscribe, on_drop=self._note_dropped
+        )
         self._subscriptions.append(subscription)
         return subscription
 
@@ -111,6 +118,9 @@ class MemoryBus:
         self._broker.detach(self)
         for subscription in tuple(self._subscriptions):
             await subscription.close()
+
+    def _note_dropped(self) -> None:
+        self._num_dropped += 1
 
     async def _unsubscribe(self, subscription: Subscription) -> None:
         self._subscriptions.remove(subscription)

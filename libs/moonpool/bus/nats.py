@@ -64,6 +64,7 @@ class NatsBus:
         #: What is subscribed, and its handle on the broker once it has been connected.
         self._subscriptions: dict[Subscription, NatsSubscription | None] = {}
         self._num_unsent = 0
+        self._num_dropped = 0
         self._tasks = asyncio.TaskGroup()
         self._connecting: asyncio.Task[None] | None = None
         self._has_begun = False
@@ -78,6 +79,10 @@ class NatsBus:
     @property
     def num_unsent(self) -> int:
         return self._num_unsent
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
 
     def on_connection(self, listener: ConnectionListener) -> None:
         self._listeners.append(listener)
@@ -108,7 +113,9 @@ class NatsBus:
     async def subscribe(
         self, subject: str, *, queue_size: int = DEFAULT_QUEUE_SIZE
     ) -> Subscription:
-        subscription = Subscription(subject, queue_size=queue_size, on_close=self._unsubscribe)
+        subscription = Subscription(
+            subject, queue_size=queue_size, on_close=self._unsubscribe, on_drop=self._note_dropped
+        )
         self._subscriptions[subscription] = None
         if self.is_connected:
             await self._register(subscription)
@@ -225,6 +232,9 @@ class NatsBus:
             self._subscriptions[subscription] = handle
         else:
             await handle.unsubscribe()
+
+    def _note_dropped(self) -> None:
+        self._num_dropped += 1
 
     async def _unsubscribe(self, subscription: Subscription) -> None:
         handle = self._subscriptions.pop(subscription, None)

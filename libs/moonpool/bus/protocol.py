@@ -31,17 +31,21 @@ class Subscription:
     """A bounded queue of messages: iterate it. Ends when it or its bus is closed."""
 
     def __init__(
-        self, subject: str, *, queue_size: int, on_close: Callable[[Subscription], Awaitable[None]]
+        self,
+        subject: str,
+        *,
+        queue_size: int,
+        on_close: Callable[[Subscription], Awaitable[None]],
+        on_drop: Callable[[], None],
     ) -> None:
         assert queue_size > 0, queue_size
         self.subject = subject
         self._messages: deque[BusMessage] = deque()
         self._queue_size = queue_size
         self._on_close = on_close
+        self._on_drop = on_drop
         self._wakeup = asyncio.Event()
         self._is_closed = False
-        #: Messages lost because the subscriber fell behind.
-        self.num_dropped = 0
 
     def put(self, message: BusMessage) -> None:
         """Called by the adapter: never blocks, drops the oldest when full."""
@@ -49,7 +53,7 @@ class Subscription:
             return
         if len(self._messages) >= self._queue_size:
             self._messages.popleft()
-            self.num_dropped += 1
+            self._on_drop()
         self._messages.append(message)
         self._wakeup.set()
 
@@ -83,6 +87,11 @@ class Bus(Protocol):
     @property
     def num_unsent(self) -> int:
         """Messages dropped at `publish` because the broker was away."""
+        ...
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages that a subscription lost because its subscriber fell behind."""
         ...
 
     def on_connection(self, listener: ConnectionListener) -> None:

@@ -22,6 +22,8 @@ class Metrics:
 
     def __init__(self, metrics: tuple[Metric, ...] = names.METRICS) -> None:
         self._registry = prometheus.CollectorRegistry()
+        #: By name and label values: what somebody else's count has reached.
+        self._told: dict[tuple[str, ...], int] = {}
         prometheus.ProcessCollector(registry=self._registry)
         self._instruments: dict[str, MetricWrapperBase] = {
             metric.name: _make(metric, self._registry) for metric in metrics
@@ -32,6 +34,12 @@ class Metrics:
         instrument = self._child(metric, labels)
         assert isinstance(instrument, prometheus.Counter), metric
         instrument.inc(amount)
+
+    def count_to(self, metric: Metric, total: int, **labels: str) -> None:
+        """Bring a counter up to what somebody else has counted from 0 on. Nobody else adds to it."""
+        key = (metric.name, *(labels[name] for name in metric.labels))
+        self.count(metric, total - self._told.get(key, 0), **labels)
+        self._told[key] = total
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Set a gauge."""

@@ -70,6 +70,13 @@ EVENT_LOOP_LAG = _histogram(
 )
 NATS_CONNECTED = _gauge("moonpool_nats_connected", "1 while the control bus is connected.")
 
+BUS_LOST = _counter(
+    "moonpool_bus_lost_messages_total",
+    "Messages of the control bus that were lost here: unsent (it was away), dropped (they came faster than they "
+    "were read).",
+    "reason",
+)
+
 # -- router --
 
 REQUESTS = _counter(

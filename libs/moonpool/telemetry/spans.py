@@ -212,7 +212,6 @@ class TraceRing:
         self._export = export
         self._by_trace: OrderedDict[str, _KeptTrace] = OrderedDict()
         self._by_request: dict[str, _KeptTrace] = {}
-        self.num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._by_trace)
@@ -238,10 +237,8 @@ class TraceRing:
         """A span of this process or of a worker; dropped if its trace is unknown or full."""
         self._export(span)
         kept = self._by_trace.get(span.trace_id)
-        if kept is None or len(kept.spans) >= self._max_spans_per_trace:
-            self.num_dropped += 1
-            return
-        kept.spans.append(span)
+        if kept is not None and len(kept.spans) < self._max_spans_per_trace:
+            kept.spans.append(span)
 
     def get(self, request_id: str) -> tuple[Span, ...]:
         """Spans of a request by their start; empty if it is unknown or too long ago."""

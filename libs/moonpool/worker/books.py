@@ -20,6 +20,7 @@ WORKER_METRICS: tuple[Metric, ...] = (
     names.BUILD_INFO,
     names.EVENT_LOOP_LAG,
     names.NATS_CONNECTED,
+    names.BUS_LOST,
     names.KV_BLOCKS,
     names.KV_PUBLISHED_BLOCKS,
     names.KV_EVENT_BATCHES,
@@ -134,6 +135,11 @@ class WorkerBooks:
 
     def bus_connection(self, is_connected: bool) -> None:
         self._metrics.set(names.NATS_CONNECTED, is_connected)
+
+    def bus_losses(self, *, num_unsent: int, num_dropped: int) -> None:
+        """What the bus has lost since the start."""
+        self._metrics.count_to(names.BUS_LOST, num_unsent, reason="unsent")
+        self._metrics.count_to(names.BUS_LOST, num_dropped, reason="dropped")
 
     def gauges(self, report: LedgerReport, *, num_queued_tokens: int) -> None:
         """What the worker holds, as of now."""

@@ -183,6 +183,8 @@ class KvNode:
         if self._shell is not None:
             self._shell.set_gauges()
             self._set_gauges()
+        bus = self._adapters.bus
+        self.books.bus_losses(num_unsent=bus.num_unsent, num_dropped=bus.num_dropped)
         return self.books.metrics.render()
 
     # -- the steps of a start --

@@ -13,6 +13,7 @@ _NODE_METRICS: tuple[Metric, ...] = (
     names.BUILD_INFO,
     names.EVENT_LOOP_LAG,
     names.NATS_CONNECTED,
+    names.BUS_LOST,
     names.KV_BLOCKS,
     names.KV_PUBLISHED_BLOCKS,
     names.KV_EVENT_BATCHES,

@@ -244,6 +244,8 @@ class RouterService:
                 num_queued=self._loop.num_queued,
                 num_running=self._loop.num_running,
                 is_bus_connected=self._bus.is_connected,
+                num_unsent=self._bus.num_unsent,
+                num_dropped=self._bus.num_dropped,
                 num_workers=dict(num_workers),
             )
         )

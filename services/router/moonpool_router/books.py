@@ -22,6 +22,7 @@ ROUTER_METRICS: tuple[Metric, ...] = (
     names.BUILD_INFO,
     names.EVENT_LOOP_LAG,
     names.NATS_CONNECTED,
+    names.BUS_LOST,
     names.REQUESTS,
     names.QUEUE_REQUESTS,
     names.INFLIGHT_REQUESTS,
@@ -52,11 +53,14 @@ ROUTER_METRICS: tuple[Metric, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetCounts:
-    """Gauges, as of now."""
+    """Gauges as of now, and what is counted elsewhere."""
 
     num_queued: int
     num_running: int
     is_bus_connected: bool
+    #: Messages of the bus that were lost here, since the start.
+    num_unsent: int
+    num_dropped: int
     #: By (role, state).
     num_workers: dict[tuple[str, str], int]
 
@@ -173,6 +177,8 @@ class RouterBooks:
         metrics.set(names.QUEUE_REQUESTS, counts.num_queued, priority="0")
         metrics.set(names.INFLIGHT_REQUESTS, counts.num_running)
         metrics.set(names.NATS_CONNECTED, int(counts.is_bus_connected))
+        metrics.count_to(names.BUS_LOST, counts.num_unsent, reason="unsent")
+        metrics.count_to(names.BUS_LOST, counts.num_dropped, reason="dropped")
         self._worker_states |= counts.num_workers.keys()
         for role, state in self._worker_states:
             metrics.set(
