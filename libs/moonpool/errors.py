@@ -75,6 +75,12 @@ class OverloadedError(MoonpoolError):
     may_pass = True
 
 
+class TenantLimitError(OverloadedError):
+    """Its tenant has as many requests here as one may (429, RESOURCE_EXHAUSTED)."""
+
+    default_code = "rate_limit_exceeded"
+
+
 class DeadlineExceededError(MoonpoolError):
     """The request's deadline passed while it ran (504, DEADLINE_EXCEEDED)."""
 

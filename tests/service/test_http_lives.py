@@ -68,7 +68,7 @@ class ScriptedFront:
         self.is_full = False
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, tenant: str) -> Iterator[None]:
         if self.is_full:
             raise OverloadedError("full")
         yield

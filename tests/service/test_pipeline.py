@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
@@ -22,6 +23,7 @@ from moonpool.errors import (
     MoonpoolError,
     OverloadedError,
     QueueDeadlineError,
+    TenantLimitError,
     UnavailableError,
 )
 from moonpool.ids import RequestId
@@ -52,7 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
 class Front:
     """A pipeline whose one worker takes everything and answers nothing."""
 
-    def __init__(self, model: ServedModel, *, max_requests: int = 4) -> None:
+    def __init__(
+        self, model: ServedModel, *, max_requests: int = 4, max_requests_per_tenant: int = 4
+    ) -> None:
         clock = SystemClock()
         books = RouterBooks(Metrics(ROUTER_METRICS), model=model.facts.name)
         follower = IndexFollower(PrefixIndex())
@@ -72,7 +76,9 @@ class Front:
             model,
             joined_loop(self.links, feed, clock=clock),
             feed,
-            limits=PipelineLimits(max_requests=max_requests),
+            limits=PipelineLimits(
+                max_requests=max_requests, max_requests_per_tenant=max_requests_per_tenant
+            ),
             tracer=Tracer(clock=clock, sink=traces.add, process="r", rng=random.Random(0)),
             traces=traces,
             books=books,
@@ -161,8 +167,8 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(model: ServedModel) -> No
 
 async def test_a_place_is_taken_before_the_request_is_known(model: ServedModel) -> None:
     front = Front(model, max_requests=1)
-    with front.pipeline.admitted():
-        with pytest.raises(OverloadedError), front.pipeline.admitted():
+    with front.pipeline.admitted("a"):
+        with pytest.raises(OverloadedError), front.pipeline.admitted("b"):
             pass
         with pytest.raises(OverloadedError):
             await front.submit(ASK)
@@ -173,6 +179,23 @@ async def test_a_place_is_taken_before_the_request_is_known(model: ServedModel) 
     assert front.links.decoding == [request_id]
     await front.submit(ASK)
     assert len(front.links.decoding) == 2
+
+
+async def test_a_tenant_takes_no_more_than_its_share_of_the_places(model: ServedModel) -> None:
+    front = Front(model, max_requests=3, max_requests_per_tenant=2)
+    pipeline = front.pipeline
+    with pipeline.admitted("a"):
+        with pipeline.admitted("a"):
+            with pytest.raises(TenantLimitError) as caught, pipeline.admitted("a"):
+                pass
+            assert caught.value.is_retryable
+            with pytest.raises(TenantLimitError):
+                await front.submit(replace(ASK, tenant="a"))
+            await front.submit(replace(ASK, tenant="b"))
+            with pipeline.admitted("b"), pytest.raises(OverloadedError) as full:
+                await front.submit(replace(ASK, tenant="b"))
+            assert type(full.value) is OverloadedError
+        await front.submit(replace(ASK, tenant="a"))
 
 
 async def test_the_clients_own_name_of_a_request_is_logged_with_its_id(model: ServedModel) -> None:

@@ -359,6 +359,23 @@ def test_the_example_file_shows_every_key() -> None:
     assert {key for key in entries if not re.search(rf"\b{key} = ", text)} == set()
 
 
+def test_one_tenant_may_take_everything_and_of_several_each_a_share() -> None:
+    one, two = (ApiKeySettings(tenant=name, key=f"the key of {name}") for name in ("a", "b"))
+    other_key = ApiKeySettings(tenant="a", key="another key of a")
+    for settings, share in (
+        (RouterSettings(), 1.0),
+        (RouterSettings(api_key="correct-horse"), 1.0),
+        (RouterSettings(api_keys=(one, other_key)), 1.0),
+        (RouterSettings(api_key="correct-horse", api_keys=(one,)), 0.5),
+        (RouterSettings(api_keys=(one, two)), 0.5),
+        (RouterSettings(api_keys=(one, two), tenant_share=0.9), 0.9),
+        (RouterSettings(tenant_share=0.1), 0.1),
+    ):
+        assert settings.max_tenant_share == share
+    with pytest.raises(ValueError, match="tenant_share"):
+        RouterSettings(tenant_share=0)
+
+
 def test_documents_come_back_as_they_were(tmp_path: Path) -> None:
     cluster = ClusterConfig.model_validate(
         {

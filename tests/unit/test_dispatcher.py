@@ -625,6 +625,23 @@ def test_a_full_queue_refuses() -> None:
     assert end.error_code == "server_overloaded"
 
 
+def test_a_tenant_takes_no_more_than_its_share_of_the_queue() -> None:
+    def asking(request_id: str, tenant: str) -> InferenceRequest:
+        return replace(make_request(request_id, prompt=10), tenant=tenant)
+
+    r = Router(config=replace(CONFIG, max_queued_requests=3, max_queued_per_tenant=2))
+    assert [r.arrive(asking(name, "flood")) for name in "ab"] == [[], []]
+    (end,) = r.arrive(asking("c", "flood"))
+    assert isinstance(end, EndRequest)
+    assert end.error_code == "rate_limit_exceeded"
+    assert r.arrive(asking("d", "other")) == []
+    r(RequestCancelled(request_id=RequestId("a")))
+    assert r.arrive(asking("e", "flood")) == []
+    (end,) = r.arrive(asking("f", "other"))
+    assert isinstance(end, EndRequest)
+    assert end.error_code == "server_overloaded"
+
+
 def test_a_cluster_that_always_refuses_is_not_asked_for_ever() -> None:
     r = Router(P, D, config=replace(CONFIG, max_attempts=2))
     r.arrive()

@@ -185,6 +185,9 @@ class RouterSettings(Section):
     #: Refuse unknown fields of a request instead of warning about them.
     is_strict: bool = False
     max_queued_requests: int = Field(default=256, ge=1, le=1_000_000)
+    #: How much one tenant may take of the router's places for requests and of its queue. None: everything where the
+    #: keys are of one tenant or there are none, else half.
+    tenant_share: float | None = Field(default=None, gt=0, le=1)
     max_body_bytes: SizeBytes = Field(default=8 * 2**20, ge=1_024, le=64 * 2**20)
     #: Deadline of a request whose client sets none.
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
@@ -200,6 +203,16 @@ class RouterSettings(Section):
     def has_keys(self) -> bool:
         """Clients must send one."""
         return self.api_key is not None or bool(self.api_keys)
+
+    @property
+    def max_tenant_share(self) -> float:
+        """`tenant_share`, or what holds where it is not set."""
+        if self.tenant_share is not None:
+            return self.tenant_share
+        tenants = {one.tenant for one in self.api_keys}
+        if self.api_key is not None:
+            tenants.add(DEFAULT_TENANT)
+        return 1.0 if len(tenants) <= 1 else 0.5
 
     def door_keys(self, cluster_key: str) -> ApiKeys | None:
         """The keys that both doors take; None: there are none, and everyone may come in.

@@ -25,6 +25,8 @@ class DispatchConfig:
     refused_s: float = 1.0
     #: Requests that wait here for room; one more is refused.
     max_queued_requests: int = 1024
+    #: Of these, how many may be one tenant's; None: all.
+    max_queued_per_tenant: int | None = None
     #: The placements of so many requests are kept, the newest, for whoever asks why.
     num_kept_decisions: int = 256
 

@@ -84,6 +84,7 @@ from moonpool.errors import (
     MoonpoolError,
     OverloadedError,
     QueueDeadlineError,
+    TenantLimitError,
     UnavailableError,
     WorkerLostError,
 )
@@ -264,12 +265,24 @@ class Dispatcher:
                 request, None, QueueDeadlineError("the deadline passed before it came")
             )
             return
+        max_own = self._config.max_queued_per_tenant
+        if max_own is not None and self._num_queued_of(event.request.tenant) >= max_own:
+            words = "As many of your requests wait for a worker as may."
+            error = TenantLimitError(words, retry_after_s=_RETRY_AFTER_S)
+            self._append_end(request, None, error)
+            return
         if len(self._queue) >= self._config.max_queued_requests:
             self._append_end(request, None, OverloadedError("too many requests wait for a worker"))
             return
         self._requests[request.request_id] = request
         heapq.heappush(self._deadlines, (request.deadline_at, request.request_id))
         self._enqueue(request)
+
+    def _num_queued_of(self, tenant: str) -> int:
+        return sum(
+            one.state is DispatchState.QUEUED and one.request.tenant == tenant
+            for one in self._requests.values()
+        )
 
     def _on_cancelled(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)

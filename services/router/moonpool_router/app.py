@@ -56,7 +56,7 @@ from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.http_door import HttpDoor, HttpSettings
 from moonpool_router.index_feed import IndexFeed
 from moonpool_router.inference_door import InferenceDoor
-from moonpool_router.pipeline import PipelineLimits, RequestPipeline
+from moonpool_router.pipeline import MAX_REQUESTS, PipelineLimits, RequestPipeline
 from moonpool_router.placement_config import routing_config
 from moonpool_router.served_model import ServedModel
 from moonpool_router.worker_links import WorkerLinks
@@ -161,6 +161,7 @@ class RouterService:
         )
         links.listen(loop)
         limits = PipelineLimits(
+            max_requests_per_tenant=_part(MAX_REQUESTS, config.router.max_tenant_share),
             request_timeout_s=config.router.request_timeout_s,
             queue_timeout_s=config.router.queue_timeout_s,
         )
@@ -330,6 +331,7 @@ class RouterService:
                 router.placement, local_prefill_tokens=self._config.common.local_prefill_tokens
             ),
             max_queued_requests=router.max_queued_requests,
+            max_queued_per_tenant=_part(router.max_queued_requests, router.max_tenant_share),
             num_kept_decisions=router.placement.num_kept_decisions,
         )
 
@@ -373,3 +375,8 @@ class RouterService:
                 for member in loop.members()
             ),
         )
+
+
+def _part(number: int, share: float) -> int:
+    """At least one: a tenant that may have nothing would have no key."""
+    return max(int(number * share), 1)

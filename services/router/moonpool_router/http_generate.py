@@ -73,7 +73,7 @@ class GenerateEndpoint:
             Headers(scope=scope), tenant=exchange.tenant, is_strict=self._is_strict
         )
         exchange.label = context.request_label
-        with self._front.admitted():
+        with self._front.admitted(exchange.tenant):
             body = await read_json(scope, receive, max_bytes=self._max_body_bytes)
             if len(body) > LARGE_BODY_BYTES:
                 request = await asyncio.to_thread(self._parse, body, context)

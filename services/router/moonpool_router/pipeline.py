@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -39,6 +40,7 @@ from moonpool.errors import (
     NotFoundError,
     OverloadedError,
     QueueDeadlineError,
+    TenantLimitError,
     UnavailableError,
 )
 from moonpool.ids import RequestId
@@ -62,6 +64,8 @@ from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.index_feed import IndexFeed
 from moonpool_router.served_model import ServedModel
 
+#: Requests that a router holds at once.
+MAX_REQUESTS = 1_024
 #: A client that takes nothing for this long is gone.
 CLIENT_STALL_S = 30.0
 #: What a client is told when nobody can serve it now.
@@ -72,7 +76,9 @@ log = structlog.get_logger("moonpool.router")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLimits:
-    max_requests: int = 1_024
+    max_requests: int = MAX_REQUESTS
+    #: Of these, how many may be one tenant's.
+    max_requests_per_tenant: int = MAX_REQUESTS
     #: How long a request may wait for workers before it has a token.
     queue_timeout_s: float = 60.0
     #: Deadline of a request whose client sets none.
@@ -88,7 +94,7 @@ class Frontdoor(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def admitted(self) -> AbstractContextManager[None]: ...
+    def admitted(self, tenant: str) -> AbstractContextManager[None]: ...
 
     def submit(
         self,
@@ -135,6 +141,8 @@ class RequestPipeline:
         self._is_draining = False
         #: Places taken: `max_requests` at most.
         self._num_admitted = 0
+        #: Of these, by tenant; a tenant without any is not there.
+        self._num_admitted_by_tenant: Counter[str] = Counter()
         #: Submitted, tokenizing ones included.
         self._num_requests = 0
         self._idle = asyncio.Event()
@@ -166,24 +174,35 @@ class RequestPipeline:
         await self._idle.wait()
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, tenant: str) -> Iterator[None]:
         """A place among the requests that the router holds; within it, `submit(is_admitted=True)`.
 
         Raises:
+            TenantLimitError: It holds as many of this tenant's as one may have.
             OverloadedError: The router holds as many requests as it may.
             UnavailableError: Draining.
         """
         self._refuse_if_draining()
+        max_own = self._limits.max_requests_per_tenant
+        if self._num_admitted_by_tenant[tenant] >= max_own:
+            raise TenantLimitError(
+                f"The server holds {max_own} requests of yours, as many as one may have.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
         if self._num_admitted >= self._limits.max_requests:
             raise OverloadedError(
                 f"The server holds {self._limits.max_requests} requests, as many as it may.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._num_admitted += 1
+        self._num_admitted_by_tenant[tenant] += 1
         try:
             yield
         finally:
             self._num_admitted -= 1
+            self._num_admitted_by_tenant[tenant] -= 1
+            if not self._num_admitted_by_tenant[tenant]:
+                del self._num_admitted_by_tenant[tenant]
 
     @asynccontextmanager
     async def submit(
@@ -204,6 +223,7 @@ class RequestPipeline:
         Raises:
             InvalidRequestError, NotFoundError: It can never succeed as it is.
             QueueDeadlineError: Its deadline has passed, or does so before it is tokenized.
+            TenantLimitError: It holds as many of this tenant's as one may have.
             OverloadedError: The router holds as many requests as it may.
             UnavailableError: Draining, or nobody can serve it.
         """
@@ -216,7 +236,7 @@ class RequestPipeline:
         self._idle.clear()
         try:
             if not is_admitted:
-                place.enter_context(self.admitted())
+                place.enter_context(self.admitted(request.tenant))
             self._check(request)
             request_id = request_id or RequestId(uuid.uuid4().hex)
             log.info(
