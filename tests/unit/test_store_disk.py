@@ -76,6 +76,19 @@ def test_a_block_that_waits_to_be_written_is_not_held() -> None:
     assert store.say(written(frame.disk_work[0])).disk_work == (_write(2, "abc", 2, first=2),)
 
 
+def test_a_disk_that_hangs_has_no_more_to_write_than_the_arena_holds() -> None:
+    store = Store(num_blocks=4, has_disk=True, max_write_blocks=1, max_writes=1)
+    (write,) = store.put("a").disk_work
+    for tokens in ("bc", "de", "fg", "hi", "jk"):
+        assert store.put(tokens).disk_work == ()
+    stats = store.core.stats(0.0)
+    # The one that is being written, and 4 that wait.
+    assert (stats.num_unwritten_blocks, stats.num_unadmitted_blocks) == (5, 6)
+    # Of these none is here any more.
+    assert store.say(written(write)).disk_work == ()
+    assert store.core.stats(0.0).num_unwritten_blocks == 0
+
+
 def test_a_failed_write_is_counted_and_changes_nothing_else() -> None:
     store = Store(has_disk=True)
     (write,) = store.put("abc").disk_work

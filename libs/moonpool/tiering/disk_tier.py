@@ -143,7 +143,10 @@ class DiskTier:
             if len(refused):
                 self.num_unadmitted += len(candidates) - int(refused[0])
                 del candidates[refused[0] :]
-        queue.update(dict.fromkeys(candidates))
+        # What was evicted meanwhile still stands in the queue: where a disk hangs, it would grow for ever.
+        num_queueable = max(self._config.num_blocks - len(queue), 0)
+        self.num_unadmitted += max(len(candidates) - num_queueable, 0)
+        queue.update(dict.fromkeys(candidates[:num_queueable]))
 
     def _is_kept(self, block_hash: BlockHash) -> bool:
         """It lies here, or will."""
