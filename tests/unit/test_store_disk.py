@@ -140,6 +140,14 @@ def test_what_is_in_host_and_leaves_the_disk_stays_published() -> None:
     assert store.core.stats(0.0).num_reclaimed_blocks == 2
 
 
+def test_a_damaged_block_was_not_reclaimed() -> None:
+    store = Store(has_disk=True)
+    store.say(written(store.put("abc").disk_work[0]))
+    store.say(DiskDropped(hashes=chain("abc")[2:], is_damaged=True))
+    stats = store.core.stats(0.0)
+    assert (stats.num_disk_blocks, stats.num_reclaimed_blocks) == (2, 0)
+
+
 def test_what_is_on_disk_and_leaves_host_stays_published_until_it_leaves_that_too() -> None:
     store = Store(num_blocks=4, has_disk=True)
     store.put_to_disk("ab")

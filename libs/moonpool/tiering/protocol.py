@@ -146,9 +146,11 @@ class DiskContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskDropped:
-    """These do not lie on disk any more: their segment was reclaimed, or their record was bad."""
+    """These do not lie on disk any more."""
 
     hashes: tuple[BlockHash, ...]
+    #: They did not read as they were written; else their segment was reclaimed.
+    is_damaged: bool = False
 
 
 StoreCommand = (

@@ -139,8 +139,10 @@ class StoreCore:
                 self._on_blocks_written(command, now)
             case DiskContents(hashes=hashes, tags=tags):
                 self._catalogue.disk_found(hashes, [self._shares.of_tag(tag) for tag in tags])
-            case DiskDropped(hashes=hashes):
-                self._catalogue.num_reclaimed += self._catalogue.disk_dropped(hashes)
+            case DiskDropped(hashes=hashes, is_damaged=is_damaged):
+                num_dropped = self._catalogue.disk_dropped(hashes)
+                # What is damaged was counted where it was read.
+                self._catalogue.num_reclaimed += 0 if is_damaged else num_dropped
             case Pin():
                 self._on_pin(command, now)
             case Unpin(pin_id=pin_id):

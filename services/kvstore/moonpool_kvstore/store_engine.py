@@ -275,9 +275,10 @@ class StoreEngine:
 
     def on_disk_dropped(self, hashes: Sequence[BlockHash], reason: DropReason) -> None:
         """The log has dropped blocks by itself."""
-        if reason is not DropReason.RECLAIMED:
+        is_damaged = reason is not DropReason.RECLAIMED
+        if is_damaged:
             log.warning("store.disk_blocks_lost", num_blocks=len(hashes), why=reason.value)
-        self.send(DiskDropped(hashes=tuple(hashes)))
+        self.send(DiskDropped(hashes=tuple(hashes), is_damaged=is_damaged))
 
     def keep_on_disk(self, hashes: Sequence[BlockHash], max_blocks: int) -> tuple[BlockHash, ...]:
         """The log is about to reclaim these: which of them it is to write once more."""
