@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from moonpool.core.protocol import (
     FetchReserved,
     LockPrefix,
     ReadEnded,
+    Revoked,
     UnlockPrefix,
 )
 from moonpool.errors import UnavailableError
@@ -45,14 +47,15 @@ Chain = tuple[BlockHash, ...]
 class Watched:
     """An engine, and all that it told. Readings end when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
         self.reserved: dict[Chain, AttemptId] = {}
         self.aborted: list[AttemptId] = []
+        self.revoked: list[AttemptId] = []
         self.told: list[tuple[object, ...]] = []
         self.memory = WorkerMemory.create(LAYOUT)
         tenants = (TenantQuota(tenant="t"),)
         self.engine = StoreEngine(
-            core=StoreCore(make_config(max_puts=2, tenants=tenants)),
+            core=StoreCore(make_config(max_puts=2, tenants=tenants, **config)),
             memory=self.memory,
             disk=None,
             clock=SystemClock(),
@@ -101,6 +104,8 @@ class Watched:
         for reply in timed.frame.replies:
             if isinstance(reply, FetchReserved):
                 self.reserved[reply.hashes] = reply.attempt_id
+            elif isinstance(reply, Revoked):
+                self.revoked.append(reply.attempt_id)
 
     def _on_event(self, event: HandoffEvent) -> None:
         if isinstance(event, AttemptAborted):
@@ -110,8 +115,8 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched() -> AsyncIterator[Watched]:
-    lab = Watched()
+async def watched(**config: Any) -> AsyncIterator[Watched]:
+    lab = Watched(**config)
     try:
         async with asyncio.timeout(_DEADLINE_S), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(lab.engine.run())
@@ -181,3 +186,18 @@ async def test_what_readers_are_lent_is_told_and_who_has_gone() -> None:
             LockPrefix(read_id=2, hashes=chain("ab"), reader=WORKER), UnlockPrefix(read_id=2)
         )
         assert lab.told == []
+
+
+async def test_an_offer_that_is_late_is_counted_once() -> None:
+    """Its reader gives up on it when the core does, as for a chain of a neighbour."""
+    async with watched(put_timeout_s=0.05) as lab, asyncio.TaskGroup() as tasks:
+        loop = asyncio.get_running_loop()
+        tasks.create_task(lab.engine.take(lab.offer("ab", deadline_s=0.05)))
+        attempt_id = await lab.until_reserved("ab")
+        began = loop.time()
+        await eventually(
+            lambda: loop.time() > began + 0.1, timeout_s=_DEADLINE_S, what="both are late"
+        )
+        assert (lab.revoked, lab.aborted) == ([attempt_id], [])
+        assert lab.engine.stats().num_expired_puts == 1
+        await lab.do(ReadEnded(attempt_id=attempt_id))

@@ -44,6 +44,7 @@ from moonpool.core.protocol import (
     RefuseReason,
     Release,
     Reply,
+    Revoked,
     UnlockPrefix,
 )
 from moonpool.errors import UnavailableError
@@ -333,6 +334,8 @@ class StoreEngine:
                 continue
             if isinstance(reply, FetchReserved):
                 self._begin_reading(reply)
+            elif isinstance(reply, Revoked):
+                self._stop_timing(reply.attempt_id)
             elif isinstance(reply, PrefixLocked):
                 self._on_locked(reply)
             replies.append(reply)
@@ -398,6 +401,12 @@ class StoreEngine:
         self._num_late_puts += 1
         self.send(Abort(attempt_id=attempt_id))
         self._on_event(AttemptAborted(attempt_id=attempt_id))
+
+    def _stop_timing(self, attempt_id: AttemptId) -> None:
+        """The core has given up on it by itself, and counted it."""
+        put = self._puts.get(attempt_id)
+        if put is not None and put.timer is not None:
+            put.timer.cancel()
 
     def _forget_put(self, attempt_id: AttemptId) -> None:
         put = self._puts.pop(attempt_id, None)
