@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from moonpool_loadtest.faults.lab import FamilySizes, FaultReport, make_families
-from moonpool_loadtest.faults.ring import Ring, open_ring, ring_config
+from moonpool_loadtest.faults.ring import Ring, open_ring
+from moonpool_loadtest.faults.store_cluster import store_cluster
 from moonpool_loadtest.faults.store_ring import (
     NUM_FIRST_FAMILIES,
     run_all_at_once,
@@ -40,7 +41,7 @@ async def ring(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ring]:
     for path in (ssd_dir, redis_dir):
         path.mkdir()
     with redis_server(redis_dir) as redis:
-        config = ring_config(
+        config = store_cluster(
             str(write_tiny_llama(home / "tiny", _MODEL)),
             data_dir=home / "data",
             ssd_dir=ssd_dir,
@@ -48,7 +49,6 @@ async def ring(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ring]:
             dtype="float32",
             is_checked=True,
             num_workers=1,
-            host_bytes="8MiB",
         )
         sets = make_families(
             FamilySizes(vocab_size=_MODEL.vocab_size, tails=(17, 34, 130), max_tokens=12),

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from moonpool_loadtest.faults.lab import FamilySizes, FaultLab, make_families
+from moonpool_loadtest.faults.store_cluster import store_cluster
 from moonpool_loadtest.faults.store_quota import (
     NUM_FAMILIES_BESIDE_FLOOD,
     run_flood,
@@ -23,7 +24,6 @@ from moonpool_loadtest.faults.stores import (
     run_outlives_itself,
     run_outlives_workers,
     run_store_kills,
-    store_config,
 )
 from support.fault_lab import check, fault_lab
 from support.tiny_llama import TinyLlama, write_tiny_llama
@@ -39,7 +39,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultLa
     home = tmp_path_factory.mktemp("faults-stores")
     ssd_dir = home / "ssd"
     ssd_dir.mkdir()
-    config = store_config(
+    config = store_cluster(
         str(write_tiny_llama(home / "tiny", _MODEL)),
         data_dir=home / "data",
         ssd_dir=ssd_dir,

@@ -32,7 +32,7 @@ from moonpool_loadtest.faults.reuse import (
     SCENARIOS,
     reuse_config,
 )
-from moonpool_loadtest.faults.ring import open_ring, ring_config
+from moonpool_loadtest.faults.ring import open_ring
 from moonpool_loadtest.faults.scenarios import (
     DECODE,
     PREFILL,
@@ -49,6 +49,7 @@ from moonpool_loadtest.faults.scenarios import (
     run_router_restart,
     run_without_fault,
 )
+from moonpool_loadtest.faults.store_cluster import store_cluster
 from moonpool_loadtest.faults.store_quota import (
     NUM_FAMILIES_BESIDE_FLOOD,
     run_flood,
@@ -60,7 +61,6 @@ from moonpool_loadtest.faults.stores import (
     run_outlives_itself,
     run_outlives_workers,
     run_store_kills,
-    store_config,
 )
 
 _KINDS = ("handoff", "reuse", "stores", "ring")
@@ -290,7 +290,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             if "stores" in kinds:
                 ssd_dir = Path(home, "ssd")
                 ssd_dir.mkdir()
-                config = with_floors(store_config(str(model.path), ssd_dir=ssd_dir, **common))
+                config = with_floors(store_cluster(str(model.path), ssd_dir=ssd_dir, **common))
                 faults = run_store_faults(
                     config, vocab_size=vocab_size, num_kills=options.store_kills
                 )
@@ -300,7 +300,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
                 ssd_dir.mkdir()
                 redis_dir.mkdir()
                 with redis_server(redis_dir) as redis:
-                    config = ring_config(
+                    config = store_cluster(
                         str(model.path), ssd_dir=ssd_dir, redis_url=redis.url, **common
                     )
                     faults = run_ring_faults(config, redis, vocab_size=vocab_size)

@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from moonpool.cluster.local_cluster import LocalCluster
-from moonpool.config.schema import ClusterConfig
 from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
@@ -27,6 +25,7 @@ from moonpool.tiering.homes import home_key, home_of, ramp_weight
 from moonpool.tiering.offloader import OffloaderConfig
 from moonpool_loadtest.faults.lab import FaultLab, FaultReport
 from moonpool_loadtest.faults.redis_server import RedisServer
+from moonpool_loadtest.faults.store_cluster import BLOCK_SIZE
 from moonpool_loadtest.faults.waiting import within
 from moonpool_loadtest.faults.workload import Case, Client, Outcome, num_shared_tokens
 
@@ -39,7 +38,6 @@ MIN_RECOVERED = 0.95
 #: Between two looks at what takes several calls to know.
 LOOK_S = 0.1
 
-_BLOCK_SIZE = 16
 #: Earlier families of which the load asks again.
 _NUM_AGAIN = 2
 #: On a machine that is short of time a read may be given up, and what it was for is computed.
@@ -50,67 +48,11 @@ _FOLLOWED_S = 15.0
 _RAMP_S = OffloaderConfig().ramp_s
 
 
-def ring_config(
-    model: str,
-    *,
-    data_dir: Path,
-    ssd_dir: Path,
-    redis_url: str,
-    dtype: str,
-    is_checked: bool = False,
-    num_workers: int = 2,
-    host_bytes: str = "256MiB",
-) -> ClusterConfig:
-    """Workers of role both with 48 blocks each, and three stores. The router takes the workers in turn.
-
-    Args:
-        num_workers: At most two; they read by shm and by gRPC.
-        host_bytes: Memory of each store.
-    """
-    workers = [
-        {"role": "both", "name": "left", "transports": ["shm", "grpc"]},
-        {"role": "both", "name": "right", "transports": ["grpc"]},
-    ]
-    return ClusterConfig.model_validate(
-        {
-            "name": "ring",
-            "data_dir": data_dir,
-            "model": model,
-            "dtype": dtype,
-            "local_prefill_tokens": 512,
-            "router": {
-                "http_port": 0,
-                "grpc_port": 0,
-                "placement": {"disagg": "threshold", "mode": "round_robin"},
-            },
-            "worker": {
-                "num_blocks": 48,
-                "max_num_batched_tokens": 64,
-                "max_num_seqs": 4,
-                "max_queued_steps": 64,
-                "max_model_len": 512,
-                # What is faster does not matter here.
-                "kv_peer_reads": "always",
-                "is_checked": is_checked,
-            },
-            "workers": workers[:num_workers],
-            "store": {
-                "host_bytes": host_bytes,
-                "ssd_dir": ssd_dir,
-                "ssd_bytes": "1GiB",
-                "ssd_admission": "all",
-                "ssd_write_bytes_per_day": 0,
-                "is_ssd_strict": True,
-                "redis_url": redis_url,
-                "is_checked": is_checked,
-            },
-            "stores": 3,
-        }
-    )
-
-
 class Load:
-    """Requests that are asked in turn, again and again, so many at a time. Made by `Ring.load`."""
+    """Requests that are asked in turn, again and again, so many at a time. Made by `Ring.load`.
+
+    What is wrong with it is among its problems.
+    """
 
     def __init__(self, client: Client, cases: Sequence[Case], *, num_at_once: int) -> None:
         self._client = client
@@ -119,10 +61,13 @@ class Load:
         self._num_asked = 0
         self._is_ended = False
         self._num_before = 0
+        self.started = asyncio.get_running_loop().time()
         self.num_in_flight = 0
         #: In flight at the end of `running`.
         self.num_struck = 0
         self.outcomes: list[Outcome] = []
+        #: Of the scenario that it belongs to.
+        self.problems: list[str] = []
 
     async def run(self) -> None:
         """Until `end` was called and what is in flight is answered; or until one fails."""
@@ -134,29 +79,32 @@ class Load:
         """Ask nothing more."""
         self._is_ended = True
 
-    async def running(self, cluster: LocalCluster) -> list[str]:
-        """Until workers are at requests that are not answered: the fault is to happen; else what is wrong."""
+    async def running(self, cluster: LocalCluster) -> None:
+        """Until workers are at requests that are not answered: the fault is to happen."""
 
         async def is_running() -> bool:
             return self.num_in_flight > 0 and (await cluster.status()).num_running > 0
 
-        problems = await within(_RUNNING_S, "requests run when the fault is to happen", is_running)
+        self.problems += await within(
+            _RUNNING_S, "requests run when the fault is to happen", is_running
+        )
         self.num_struck, self._num_before = self.num_in_flight, len(self.outcomes)
-        return problems
 
     @property
     def num_since(self) -> int:
         """Answered since `running`."""
         return len(self.outcomes) - self._num_before
 
-    async def once_more(self) -> list[str]:
-        """All are asked, and answered, from here on; else what is wrong."""
+    async def once_more(self) -> None:
+        """Until all are asked, and answered, from here on."""
         num_answered = len(self.outcomes) + self.num_in_flight + len(self._cases)
 
         async def are_answered() -> bool:
             return self._is_ended or len(self.outcomes) >= num_answered
 
-        return await within(_ROUND_S, f"{len(self._cases)} requests answered", are_answered)
+        self.problems += await within(
+            _ROUND_S, f"{len(self._cases)} requests answered", are_answered
+        )
 
     async def _ask(self) -> None:
         while not self._is_ended:
@@ -221,12 +169,19 @@ class Ring:
             finally:
                 load.end()
 
+    @asynccontextmanager
+    async def struck(self) -> AsyncIterator[Load]:
+        """A load of what the next scenario asks, that runs: the fault is to happen."""
+        async with self.load(self.take()) as load:
+            await load.running(self.cluster)
+            yield load
+
     # -- what lies where --
 
     def chain(self, case: Case) -> tuple[BlockHash, ...]:
         """The full blocks of a request and its answer, whose last token is not computed."""
         tokens = [*case.prompt, *self.lab.expected[case.name][:-1]]
-        return tuple(hash_blocks(self.seed, tokens, _BLOCK_SIZE))
+        return tuple(hash_blocks(self.seed, tokens, BLOCK_SIZE))
 
     async def held(self, *node_ids: str) -> set[int]:
         """The keys of all blocks that these nodes say they hold.
@@ -327,7 +282,7 @@ class Ring:
         problems = await self.forget()
         cases = [family[number % len(family)] for number, family in enumerate(self.families)]
         outcomes = await self.lab.client.ask_all(cases)
-        num_shared = [num_shared_tokens(family, _BLOCK_SIZE) for family in self.families]
+        num_shared = [num_shared_tokens(family, BLOCK_SIZE) for family in self.families]
         num_found = [
             min(outcome.done.usage.num_store_tokens, num_tokens) if outcome.done else 0
             for outcome, num_tokens in zip(outcomes, num_shared, strict=True)
@@ -346,17 +301,9 @@ class Ring:
             problems += found
         return Recalled(outcomes=outcomes, share=share, num_passes=num_passes, problems=problems)
 
-    async def judge(
-        self,
-        fault: str,
-        outcomes: list[Outcome],
-        problems: list[str],
-        *,
-        started: float,
-        note: str,
-    ) -> FaultReport:
+    async def judge(self, fault: str, load: Load, *, note: str) -> FaultReport:
         """Whole, quiet, and as much is found as before any fault; the row."""
-        problems += await self.settle()
+        problems = [*load.problems, *await self.settle()]
         least = MIN_RECOVERED * max(self.share_before, MIN_SHARE)
         recalled = await self.recall_until(least)
         problems += recalled.problems
@@ -367,9 +314,9 @@ class Ring:
             )
         return self.lab.judge(
             fault,
-            [*outcomes, *recalled.outcomes],
+            [*load.outcomes, *recalled.outcomes],
             problems=problems,
-            started=started,
+            started=load.started,
             note=f"{note}; from stores: {recalled.share:.0%} of what earlier families share "
             f"({self.share_before:.0%} before any fault) at pass {recalled.num_passes}",
         )
@@ -392,7 +339,7 @@ async def open_ring(
         model_fingerprint=resolve(config.model, data_dir=config.data_dir).fingerprint,
         compute_dtype=config.dtype,
         kv_dtype=config.dtype,
-        block_size=_BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
     )
     await lab.cluster.remove_store(JOINS)
     return Ring(

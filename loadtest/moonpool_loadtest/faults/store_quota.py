@@ -16,6 +16,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
 from moonpool.tiering.protocol import StoreStats
 from moonpool_loadtest.faults.lab import FaultLab, FaultReport
+from moonpool_loadtest.faults.store_cluster import BLOCK_SIZE
 from moonpool_loadtest.faults.waiting import within
 from moonpool_loadtest.faults.workload import Case, Outcome, num_shared_tokens
 
@@ -28,14 +29,13 @@ FLOOR_BLOCKS = 20
 NUM_BLOCKS = 72
 NUM_FAMILIES_BESIDE_FLOOD = 2
 
-_BLOCK_SIZE = 16
 _KEPT_S = 15.0
 
 
 def with_floors(config: ClusterConfig) -> ClusterConfig:
     """The same with keys for both tenants, and stores of NUM_BLOCKS blocks in which each has its floor."""
     model = resolve(config.model, data_dir=config.data_dir)
-    block_bytes = model.config.kv_layout(1, config.dtype, _BLOCK_SIZE).block_bytes
+    block_bytes = model.config.kv_layout(1, config.dtype, BLOCK_SIZE).block_bytes
     small = {
         "host_bytes": NUM_BLOCKS * block_bytes,
         "tenants": tuple(
@@ -76,7 +76,7 @@ async def run_flood(lab: FaultLab, *, num_floods: int) -> FaultReport:
         family = lab.take()
         last = await _stats(lab)
         outcomes += await flooding.ask_all(family)
-        problems += await _brought(lab, last, num_shared_tokens(family, _BLOCK_SIZE) // _BLOCK_SIZE)
+        problems += await _brought(lab, last, num_shared_tokens(family, BLOCK_SIZE) // BLOCK_SIZE)
     problems += await lab.settle()
     after = await _stats(lab)
     held = _num_blocks_by_tenant(before)
@@ -113,7 +113,7 @@ async def _ask_again(
     problems: list[str] = []
     outcomes: list[Outcome] = []
     client = lab.client.with_key(KEY_BY_TENANT[CALM])
-    num_shared = num_shared_tokens(family, _BLOCK_SIZE)
+    num_shared = num_shared_tokens(family, BLOCK_SIZE)
     for case in (lead, *(case for case in family if case is not lead)):
         try:
             for worker_id in lab.cluster.worker_ids:
@@ -125,18 +125,18 @@ async def _ask_again(
         after = await _stats(lab)
         outcomes.append(outcome)
         # At least one token of a prompt is computed.
-        wanted = (len(case.prompt) - 1) // _BLOCK_SIZE * _BLOCK_SIZE if case is lead else num_shared
+        wanted = (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE if case is lead else num_shared
         if (num_cached := _num_cached_tokens(outcome)) < wanted:
             problems.append(f"{case.name}: of {wanted} tokens {num_cached} were found")
         num_hits = after.num_hit_host_blocks - before.num_hit_host_blocks
-        if num_hits * _BLOCK_SIZE < wanted:
+        if num_hits * BLOCK_SIZE < wanted:
             problems.append(f"{case.name}: the store gave {num_hits} blocks")
     return outcomes, problems + await lab.settle()
 
 
 def _num_blocks(case: Case) -> int:
     """Full blocks of its prompt."""
-    return len(case.prompt) // _BLOCK_SIZE
+    return len(case.prompt) // BLOCK_SIZE
 
 
 def _num_cached_tokens(outcome: Outcome) -> int:

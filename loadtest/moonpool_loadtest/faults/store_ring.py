@@ -46,9 +46,9 @@ async def run_without_fault(ring: Ring) -> FaultReport:
     families = [ring.lab.take() for _ in range(NUM_FIRST_FAMILIES)]
     ring.families += families
     async with ring.load([case for family in families for case in family]) as load:
-        problems += await load.once_more()
-        problems += await load.once_more()
-    problems += await ring.settle()
+        await load.once_more()
+        await load.once_more()
+    problems += [*load.problems, *await ring.settle()]
     recalled = await ring.recall_until(MIN_SHARE)
     ring.share_before = recalled.share
     problems += recalled.problems
@@ -66,35 +66,33 @@ async def run_without_fault(ring: Ring) -> FaultReport:
 
 async def run_join(ring: Ring) -> FaultReport:
     """A third store comes under load. What it is the home of by then is there once it was asked for."""
-    started = _now()
-    async with ring.load(ring.take()) as load:
-        problems = await load.running(ring.cluster)
+    async with ring.struck() as load:
         ring.cluster.start_store(JOINS)
-        problems += await _joined(ring)
+        load.problems += await _joined(ring)
         joined = _now()
-        problems += await load.once_more()
+        await load.once_more()
 
         async def has_home() -> bool:
             return len(ring.at_home(JOINS, joined=joined)) >= ring.num_at_home
 
-        problems += await within(_JOIN_S, f"{JOINS} is home of something", has_home, poll_s=LOOK_S)
+        load.problems += await within(
+            _JOIN_S, f"{JOINS} is home of something", has_home, poll_s=LOOK_S
+        )
         num_during = load.num_since
-    outcomes = load.outcomes
-    problems += await ring.settle()
+    load.problems += await ring.settle()
     # What workers hold already they do not offer again when a home changes by and by.
-    problems += await ring.forget()
+    load.problems += await ring.forget()
     at_home = ring.at_home(JOINS, joined=joined)[: ring.num_at_home]
     num_blocks = 0
     for case in at_home:
-        outcomes.append(await ring.lab.client.ask(case))
+        load.outcomes.append(await ring.lab.client.ask(case))
         wanted = {block_key(block_hash) for block_hash in ring.chain(case)}
         num_blocks += len(wanted)
-        problems += await _holds(ring, JOINS, wanted, f"of {case.name}, which it is the home of")
+        which = f"of {case.name}, which it is the home of"
+        load.problems += await _holds(ring, JOINS, wanted, which)
     return await ring.judge(
         "a third store joins",
-        outcomes,
-        problems,
-        started=started,
+        load,
         note=f"{load.num_struck} in flight when it came, {num_during} answered under load since; "
         f"the {num_blocks} blocks of {len(at_home)} requests that it is the home of are there",
     )
@@ -102,10 +100,9 @@ async def run_join(ring: Ring) -> FaultReport:
 
 async def run_leave(ring: Ring) -> FaultReport:
     """A store drains and ends under load; what it alone held is handed over before."""
-    started = _now()
     async with ring.load(ring.take()) as load:
-        problems = await load.once_more()
-        problems += await load.running(ring.cluster)
+        await load.once_more()
+        await load.running(ring.cluster)
         staying = [name for name in ring.cluster.store_ids if name != LEAVES]
         alone = await ring.held(LEAVES) - await ring.held(*staying)
         began_leaving = _now()
@@ -113,16 +110,16 @@ async def run_leave(ring: Ring) -> FaultReport:
         left_s = _now() - began_leaving
         num_during = load.num_since
         lost = alone - await ring.held(*staying)
-        problems += await load.once_more()
+        await load.once_more()
     if not alone:
-        problems.append(f"{LEAVES} held nothing alone")
+        load.problems.append(f"{LEAVES} held nothing alone")
     if lost:
-        problems.append(f"{len(lost)} of {len(alone)} blocks that {LEAVES} alone held are gone")
+        load.problems.append(
+            f"{len(lost)} of {len(alone)} blocks that {LEAVES} alone held are gone"
+        )
     return await ring.judge(
         "a store leaves with a drain",
-        load.outcomes,
-        problems,
-        started=started,
+        load,
         note=f"{load.num_struck} in flight when it began, {num_during} answered until it ended "
         f"{left_s:.1f} s later; {len(alone) - len(lost)} of {len(alone)} blocks that it alone "
         "held are handed over",
@@ -131,20 +128,17 @@ async def run_leave(ring: Ring) -> FaultReport:
 
 async def run_kill(ring: Ring) -> FaultReport:
     """A store dies under load and comes back; all that it had written is there again."""
-    started = _now()
     problems, written = await _written(ring)
     num_starts = ring.cluster.part(DIES).num_starts
-    async with ring.load(ring.take()) as load:
-        problems += await load.running(ring.cluster)
+    async with ring.struck() as load:
+        load.problems += problems
         await ring.cluster.kill(DIES)
-        problems += await _store_back(ring, num_starts, written)
+        load.problems += await _store_back(ring, num_starts, written)
         num_during = load.num_since
-        problems += await load.once_more()
+        await load.once_more()
     return await ring.judge(
         "kill -9 a store, it comes back",
-        load.outcomes,
-        problems,
-        started=started,
+        load,
         note=f"{load.num_struck} in flight when it died, {num_during} answered until it was back with "
         f"the {len(written)} blocks that it had written",
     )
@@ -152,22 +146,18 @@ async def run_kill(ring: Ring) -> FaultReport:
 
 async def run_redis_restart(ring: Ring) -> FaultReport:
     """Redis dies under load, stays away for a while, and comes back empty."""
-    started = _now()
-    async with ring.load(ring.take()) as load:
-        problems = await load.running(ring.cluster)
+    async with ring.struck() as load:
         ring.redis.kill()
-        problems += await _missed_redis(ring)
-        problems += await load.once_more()
+        load.problems += await _missed_redis(ring)
+        await load.once_more()
         num_during = load.num_since
         back = _now()
-        problems += await _redis_back(ring)
+        load.problems += await _redis_back(ring)
         listed_s = _now() - back
-        problems += await load.once_more()
+        await load.once_more()
     return await ring.judge(
         "Redis killed and restarted, empty",
-        load.outcomes,
-        problems,
-        started=started,
+        load,
         note=f"{load.num_struck} in flight when it died, {num_during} answered while it was away; "
         f"{listed_s:.1f} s later it knew all stores again",
     )
@@ -175,49 +165,42 @@ async def run_redis_restart(ring: Ring) -> FaultReport:
 
 async def run_nats_restart(ring: Ring) -> FaultReport:
     """The broker dies under load, stays away for a while, and comes back."""
-    started = _now()
-    async with ring.load(ring.take()) as load:
-        problems = await load.running(ring.cluster)
+    async with ring.struck() as load:
         await ring.cluster.kill_nats()
-        problems += await _bus_is(ring, False)
-        problems += await load.once_more()
+        load.problems += await _bus_is(ring, False)
+        await load.once_more()
         num_during = load.num_since
         await ring.cluster.start_nats()
-        problems += await _bus_is(ring, True)
-        problems += await load.once_more()
+        load.problems += await _bus_is(ring, True)
+        await load.once_more()
     return await ring.judge(
         "NATS killed and restarted",
-        load.outcomes,
-        problems,
-        started=started,
+        load,
         note=f"{load.num_struck} in flight when it died, {num_during} answered while it was away",
     )
 
 
 async def run_all_at_once(ring: Ring) -> FaultReport:
     """Redis, the broker and a store die at once under load, and come back."""
-    started = _now()
     problems, written = await _written(ring)
     num_starts = ring.cluster.part(DIES).num_starts
-    async with ring.load(ring.take()) as load:
-        problems += await load.running(ring.cluster)
+    async with ring.struck() as load:
+        load.problems += problems
         ring.redis.kill()
         await ring.cluster.kill_nats()
         await ring.cluster.kill(DIES)
-        problems += await _bus_is(ring, False)
-        problems += await _missed_redis(ring, but=DIES)
-        problems += await load.once_more()
+        load.problems += await _bus_is(ring, False)
+        load.problems += await _missed_redis(ring, but=DIES)
+        await load.once_more()
         num_during = load.num_since
         await ring.cluster.start_nats()
-        problems += await _redis_back(ring)
-        problems += await _bus_is(ring, True)
-        problems += await _store_back(ring, num_starts, written)
-        problems += await load.once_more()
+        load.problems += await _redis_back(ring)
+        load.problems += await _bus_is(ring, True)
+        load.problems += await _store_back(ring, num_starts, written)
+        await load.once_more()
     return await ring.judge(
         "Redis, NATS and a store killed at once, all come back",
-        load.outcomes,
-        problems,
-        started=started,
+        load,
         note=f"{load.num_struck} in flight when they died, {num_during} answered while they were "
         f"away; the store is back with the {len(written)} blocks that it had written",
     )

@@ -8,14 +8,13 @@ in the lab's reports.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
-from moonpool.config.schema import ClusterConfig
 from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.admin import clear_cache
 from moonpool.tiering.protocol import StoreStats
 from moonpool_loadtest.faults.lab import FaultLab, FaultReport
+from moonpool_loadtest.faults.store_cluster import BLOCK_SIZE
 from moonpool_loadtest.faults.waiting import within
 from moonpool_loadtest.faults.workload import Case, Outcome
 
@@ -31,63 +30,8 @@ PLACES = (
 )
 NUM_FAMILIES_BESIDE_KILLS = 3
 
-_BLOCK_SIZE = 16
 _JOIN_S = 60.0
 _KEPT_S = 15.0
-
-
-def store_config(
-    model: str,
-    *,
-    data_dir: Path,
-    ssd_dir: Path,
-    dtype: str,
-    is_checked: bool = False,
-    num_workers: int = 2,
-) -> ClusterConfig:
-    """Workers of role both with 48 blocks each, and a store. The router takes the workers in turn.
-
-    Args:
-        num_workers: At most two; they read by shm and by gRPC.
-    """
-    workers = [
-        {"role": "both", "name": "left", "transports": ["shm", "grpc"]},
-        {"role": "both", "name": "right", "transports": ["grpc"]},
-    ]
-    return ClusterConfig.model_validate(
-        {
-            "name": "stores",
-            "data_dir": data_dir,
-            "model": model,
-            "dtype": dtype,
-            "local_prefill_tokens": 256,
-            "router": {
-                "http_port": 0,
-                "grpc_port": 0,
-                "placement": {"disagg": "threshold", "mode": "round_robin"},
-            },
-            "worker": {
-                "num_blocks": 48,
-                "max_num_batched_tokens": 64,
-                "max_num_seqs": 4,
-                "max_model_len": 512,
-                # What is faster does not matter here.
-                "kv_peer_reads": "always",
-                "is_checked": is_checked,
-            },
-            "workers": workers[:num_workers],
-            "store": {
-                "host_bytes": "8MiB",
-                "ssd_dir": ssd_dir,
-                "ssd_bytes": "64MiB",
-                "ssd_admission": "all",
-                "ssd_write_bytes_per_day": 0,
-                "is_ssd_strict": True,
-                "is_checked": is_checked,
-            },
-            "stores": 1,
-        }
-    )
 
 
 async def run_outlives_workers(lab: FaultLab) -> FaultReport:
@@ -183,7 +127,7 @@ async def _lead(lab: FaultLab, case: Case) -> tuple[list[Outcome], list[str]]:
     """Ask the first of a family, until the store has it in memory and on disk; what is wrong, if anything."""
     before = (await lab.cluster.store_report(STORE)).stats
     outcome = await lab.client.ask(case)
-    num_blocks = len(case.prompt) // _BLOCK_SIZE
+    num_blocks = len(case.prompt) // BLOCK_SIZE
 
     async def is_kept() -> bool:
         stats = await _stats(lab)
@@ -200,7 +144,7 @@ async def _lead(lab: FaultLab, case: Case) -> tuple[list[Outcome], list[str]]:
 
 async def _known(lab: FaultLab, case: Case) -> list[str]:
     """The router knows that the store has at least so many blocks as the prompt; else what is wrong."""
-    num_blocks = len(case.prompt) // _BLOCK_SIZE
+    num_blocks = len(case.prompt) // BLOCK_SIZE
 
     async def is_known() -> bool:
         stats = await lab.cluster.cache_stats()
