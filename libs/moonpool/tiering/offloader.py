@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -50,6 +50,7 @@ from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.inference.request import DEFAULT_TENANT
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from moonpool.tiering.breaker import Breaker, BreakerConfig, BreakerState
+from moonpool.tiering.cached_chains import CachedChains
 from moonpool.tiering.homes import HOME_BLOCKS, home_key, home_of
 from moonpool.tiering.live_stores import LiveStores, StoreAnnounced, StoreNode
 from moonpool.tiering.protocol import PutRefusal
@@ -88,7 +89,7 @@ class OffloaderConfig:
     max_roots: int = 65_536
     #: Until a store that has joined has its whole share of the chains.
     ramp_s: float = 60.0
-    #: Blocks of a chain's beginning that decide its home; all nodes of a cluster agree on it.
+    #: Blocks of a chain's beginning that decide its home; see homes.HOME_BLOCKS.
     home_blocks: int = HOME_BLOCKS
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
@@ -174,12 +175,7 @@ class Offloader:
         self._config = config or OffloaderConfig()
         self._live = LiveStores(ramp_s=self._config.ramp_s)
         self._stores: dict[WorkerId, _Store] = {}
-        #: By hash, the hash before it: all that is cached here, parents first.
-        self._parents: dict[BlockHash, BlockHash | None] = {}
-        #: Of these, the ones that nothing follows, in order of becoming it.
-        self._leaves: dict[BlockHash, None] = {}
-        #: How many blocks follow one beyond the first; 0 is left out.
-        self._num_branches: dict[BlockHash, int] = {}
+        self._cached = CachedChains()
         self._fresh: dict[BlockHash, _Fresh] = {}
         #: Looked at in this order.
         self._stale: OrderedDict[BlockHash, None] = OrderedDict()
@@ -210,9 +206,7 @@ class Offloader:
                     for block_hash in hashes:
                         self._forget(block_hash)
                 case AllBlocksCleared():
-                    self._parents.clear()
-                    self._leaves.clear()
-                    self._num_branches.clear()
+                    self._cached.clear()
                     self._fresh.clear()
                     self._stale.clear()
                     for store in self._stores.values():
@@ -248,7 +242,7 @@ class Offloader:
             return PutOutcome.REFUSED
         if not num_wanted_blocks:
             if store is not None:
-                store.held.update(block for block in put.hashes if block in self._parents)
+                store.held.update(block for block in put.hashes if block in self._cached)
             self._end(put_id)
             return PutOutcome.HELD
         if put.has_read:
@@ -370,24 +364,20 @@ class Offloader:
         assert len(self._puts) <= config.max_puts
         assert len(self._tenants) <= config.max_roots
         assert not self._fresh.keys() & self._stale.keys()
-        for block_hash, parent in self._parents.items():
-            assert parent is None or parent in self._parents, block_hash
-        followed = Counter(parent for parent in self._parents.values() if parent is not None)
-        assert self._leaves.keys() == self._parents.keys() - followed.keys()
-        branches = {block_hash: count - 1 for block_hash, count in followed.items() if count > 1}
-        assert self._num_branches == branches
-        assert self._fresh.keys() <= self._parents.keys()
-        assert self._stale.keys() <= self._parents.keys()
+        self._cached.validate()
+        cached = self._cached.blocks()
+        assert self._fresh.keys() <= cached
+        assert self._stale.keys() <= cached
         assert {store.node for store in self._stores.values()} == set(self._live.nodes.values())
         assert self._stores or not (self._fresh or self._stale)
         for store in self._stores.values():
             store.breaker.validate()
-            assert store.held <= self._parents.keys(), store.node
+            assert store.held <= cached, store.node
             own = [put for put in self._puts.values() if put.store == store.node.key]
             assert store.num_puts == len(own) <= config.max_puts_per_store, store.node
             assert not any(put.has_read and put.read_until is not None for put in own), own
             for block_hash in store.held:
-                parent = self._parents[block_hash]
+                parent = self._cached.parent(block_hash)
                 assert parent is None or parent in store.held, store.node
 
     # -- the cache --
@@ -395,13 +385,7 @@ class Offloader:
     def _on_stored(
         self, hashes: Sequence[BlockHash], parent_hash: BlockHash | None, now: float
     ) -> None:
-        if parent_hash is not None and parent_hash not in self._parents:
-            return
-        tip = parent_hash
-        for block_hash in hashes:
-            if block_hash not in self._parents:
-                self._add(block_hash, tip)
-            tip = block_hash
+        tip = self._cached.add(hashes, parent_hash)
         if tip is None or not self._stores:
             return
         since, num_blocks = now, len(hashes)
@@ -418,9 +402,9 @@ class Offloader:
 
     def _forget(self, block_hash: BlockHash) -> None:
         """It has left the cache. Its place is its parent's, if that is still there."""
-        if block_hash not in self._parents:
+        if block_hash not in self._cached:
             return
-        parent = self._remove(block_hash)
+        parent = self._cached.remove(block_hash)
         is_held = False
         for store in self._stores.values():
             is_held |= block_hash in store.held
@@ -431,7 +415,7 @@ class Offloader:
         is_stale = block_hash in self._stale
         if is_stale:
             del self._stale[block_hash]
-        if parent is None or parent not in self._parents or parent in self._fresh:
+        if parent is None or parent in self._fresh:
             return
         if fresh is not None:
             fresh.home_key = None
@@ -439,36 +423,11 @@ class Offloader:
         elif is_stale:
             self._stale[parent] = None
 
-    def _add(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
-        self._parents[block_hash] = parent
-        self._leaves[block_hash] = None
-        if parent is None:
-            return
-        if parent in self._leaves:
-            del self._leaves[parent]
-        else:
-            self._num_branches[parent] = self._num_branches.get(parent, 0) + 1
-
-    def _remove(self, block_hash: BlockHash) -> BlockHash | None:
-        """Its parent, cached or not."""
-        parent = self._parents.pop(block_hash)
-        self._leaves.pop(block_hash, None)
-        self._num_branches.pop(block_hash, None)
-        if parent is not None and parent in self._parents:
-            num_branches = self._num_branches.pop(parent, 0)
-            if num_branches > 1:
-                self._num_branches[parent] = num_branches - 1
-            elif not num_branches:
-                self._leaves[parent] = None
-        return parent
-
     def _chain(self, tip: BlockHash) -> tuple[BlockHash, ...]:
         """From its start."""
-        hashes = [tip]
-        while (parent := self._parents[hashes[-1]]) is not None:
-            hashes.append(parent)
+        hashes = self._cached.chain(tip)
         self._num_blocks_left -= len(hashes)
-        return tuple(reversed(hashes))
+        return hashes
 
     # -- waiting --
 
@@ -482,7 +441,7 @@ class Offloader:
 
     def _wait_again(self, put: _Put, due_at: float, now: float) -> None:
         tip = put.tip
-        if self._stores and tip in self._parents and tip not in self._fresh:
+        if self._stores and tip in self._cached and tip not in self._fresh:
             fresh = _Fresh(
                 since=now,
                 due_at=due_at,
@@ -508,7 +467,7 @@ class Offloader:
             self._fresh.clear()
             return
         # What was stored last is evicted last.
-        for tip in reversed(self._leaves):
+        for tip in self._cached.latest_leaves():
             if tip not in self._fresh:
                 self._stale[tip] = None
 
