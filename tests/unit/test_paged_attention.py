@@ -6,95 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.engine.attention import AttentionBackend, TorchPagedAttention
 from moonpool.engine.batch import PageTables
-from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.native_attention import NativePagedAttention
 from moonpool.kv.layout import KvLayout
 from moonpool.native import LeafGeometry, RangeError, kernels, status
 from moonpool.native.fallback import FallbackKernels
+from support.paged_attention import SIZE, Sequences, isas, run, variant_kernels
 
-KV_HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 16, 16, 400
-FORMS = [pytest.param(FallbackKernels(), id="torch")]
-if status().is_compiled:
-    FORMS.append(pytest.param(kernels(), id="native"))
+VARIANTS = [pytest.param(variant_kernels(isa), id=isa) for isa in isas()]
+FORMS = [pytest.param(FallbackKernels(), id="torch"), *VARIANTS]
 forms = pytest.mark.parametrize("form", FORMS)
-
-
-def make_backend(form, pool: KvPool, memory: bytearray, group: int) -> AttentionBackend:
-    """As ModelRunner chooses it."""
-    attention = form.paged_attention(
-        np.frombuffer(memory, np.uint8),
-        LeafGeometry.of_layout(pool.layout),
-        group_size=group,
-        is_bfloat16=pool.dtype is torch.bfloat16,
-    )
-    if attention is None:
-        return TorchPagedAttention(pool, pool.num_kv_heads * group, torch.float32)
-    return NativePagedAttention(attention)
-
-
-def run(
-    form,
-    rows: list[tuple[int, int]],
-    dtype: str = "float32",
-    *,
-    group: int = GROUP,
-    dim: int = DIM,
-    is_last_only: bool = False,
-):
-    """Rows of (start, tokens), decodes first; returns the backend's and the reference's results."""
-    rng = np.random.Generator(np.random.PCG64(7))
-    layout = KvLayout.block_major(
-        num_blocks=BLOCKS, num_layers=2, num_kv_heads=KV_HEADS, head_dim=dim, dtype=dtype
-    )
-    memory = bytearray(layout.pool_bytes)
-    pool = KvPool(memory, layout)
-    free = rng.permutation(BLOCKS)
-    queries, owns, expected = [], [], []
-    qo, kv_indptr, indices, last = [0], [0], [], []
-    for start, length in rows:
-        end = start + length
-        blocks, free = free[: -(-end // SIZE)], free[-(-end // SIZE) :]
-        kv = torch.from_numpy(rng.standard_normal((end, 2, KV_HEADS, dim)).astype(np.float32))
-        kv = kv.to(pool.dtype)
-        positions = np.arange(end)
-        pool.write(1, pool.token_index(blocks[positions // SIZE], positions % SIZE), kv)
-        query = torch.from_numpy(
-            rng.standard_normal((length, KV_HEADS * group, dim)).astype(np.float32)
-        )
-        expected.append(reference(query, kv.float(), start))
-        queries.append(query)
-        owns.append(kv[start:].float())
-        qo.append(qo[-1] + length)
-        kv_indptr.append(kv_indptr[-1] + len(blocks))
-        indices.append(blocks)
-        last.append((end - 1) % SIZE + 1)
-    attention = make_backend(form, pool, memory, group)
-    attention.plan(
-        PageTables(
-            num_decode_rows=sum(length == 1 for _, length in rows),
-            qo_indptr=np.array(qo, np.int32),
-            kv_indptr=np.array(kv_indptr, np.int32),
-            kv_indices=np.concatenate(indices).astype(np.int32),
-            kv_last_page_len=np.array(last, np.int32),
-            block_size=SIZE,
-        )
-    )
-    found = attention.run(1, torch.cat(queries), torch.cat(owns), is_last_only=is_last_only)
-    wanted = np.array(qo[1:]) - 1 if is_last_only else slice(None)
-    return found[wanted], torch.cat(expected)[wanted]
-
-
-def reference(query: torch.Tensor, kv: torch.Tensor, start: int) -> torch.Tensor:
-    out = torch.empty_like(query, dtype=torch.float64)
-    for token in range(len(query)):
-        for head in range(query.shape[1]):
-            keys = kv[: start + token + 1, 0, head // (query.shape[1] // KV_HEADS)].double()
-            values = kv[: start + token + 1, 1, head // (query.shape[1] // KV_HEADS)].double()
-            weights = (keys @ query[token, head].double() / query.shape[2] ** 0.5).softmax(0)
-            out[token, head] = weights @ values
-    return out.float().view(len(query), -1)
 
 
 @pytest.mark.parametrize(
@@ -132,27 +53,28 @@ def test_decodes_over_a_bfloat16_pool_are_computed_in_bfloat16_by_torch() -> Non
 
 
 native_only = pytest.mark.skipif(not status().is_compiled, reason=status().message)
+variants = pytest.mark.parametrize("variant", VARIANTS)
 DECODES = [(0, 1), (15, 1), (16, 1), (40, 1), (61, 1), (300, 1)]
 CHUNKS = [(0, 2), (0, 16), (5, 11), (16, 20), (290, 33), (0, 95)]
 SHAPES = [(1, 16), (2, 48), (3, 64), (4, 80), (5, 128), (8, 256)]
 
 
-@native_only
+@variants
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim"), SHAPES)
-def test_attention_in_c_is_computed_in_float32(group: int, dim: int, dtype: str) -> None:
-    found, expected = run(kernels(), DECODES + CHUNKS, dtype, group=group, dim=dim)
+def test_attention_in_c_is_computed_in_float32(variant, group: int, dim: int, dtype: str) -> None:
+    found, expected = run(variant, DECODES + CHUNKS, dtype, group=group, dim=dim)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
-@native_only
+@variants
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim"), SHAPES)
 def test_a_token_in_c_is_the_same_bits_in_any_batch_and_chunk(
-    group: int, dim: int, dtype: str
+    variant, group: int, dim: int, dtype: str
 ) -> None:
     """Alone, with others, in one chunk, in several, with any part of what is before it cached."""
-    sequences = Sequences([1, 2, 15, 16, 17, 47, 150], group=group, dim=dim, dtype=dtype)
+    sequences = Sequences(variant, [1, 2, 15, 16, 17, 47, 150], group=group, dim=dim, dtype=dtype)
     alone = [[(row, at, 1)] for row, end in enumerate(sequences.lengths) for at in range(end)]
     expected = torch.cat([sequences.attend(rows) for rows in alone])
     whole = [(row, 0, end) for row, end in enumerate(sequences.lengths)]
@@ -169,43 +91,47 @@ def test_a_token_in_c_is_the_same_bits_in_any_batch_and_chunk(
         assert torch.equal(sequences.attend(rows), wanted), rows
 
 
-class Sequences:
-    """Sequences of random queries, keys and values, each with its blocks in one pool."""
+@variants
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("group", "dim"), [(1, 16), (3, 64), (4, 80)])
+def test_what_is_not_finite_stays_with_those_that_see_it(
+    variant, group: int, dim: int, value: float
+) -> None:
+    sequences = Sequences(variant, [150], group=group, dim=dim, dtype="float32")
+    expected = sequences.attend([(0, 0, 150)])
+    for token in (149, 130, 64, 17):
+        sequences.spoil(0, token, value)
+        found = sequences.attend([(0, 0, 150)])
+        assert torch.equal(found[:token], expected[:token])
+        assert not found[token:].isfinite().all(dim=1).any()
 
-    def __init__(self, lengths: list[int], *, group: int, dim: int, dtype: str) -> None:
-        self.lengths = lengths
-        layout = KvLayout.block_major(
-            num_blocks=BLOCKS, num_layers=2, num_kv_heads=KV_HEADS, head_dim=dim, dtype=dtype
-        )
-        memory = bytearray(layout.pool_bytes)
-        torch.manual_seed(3)
-        values = torch.frombuffer(memory, dtype=getattr(torch, dtype))
-        values.copy_(torch.randn(len(values)))
-        blocks = np.random.default_rng(3).permutation(BLOCKS).astype(np.int32)
-        counts = [-(-length // SIZE) for length in lengths]
-        self._tables = np.split(blocks, np.cumsum(counts))[: len(lengths)]
-        self._queries = [torch.randn(length, KV_HEADS * group, dim) for length in lengths]
-        self._attention = make_backend(kernels(), KvPool(memory, layout), memory, group)
 
-    def attend(self, rows: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Of (sequence, first token, number of tokens), rows of one token first."""
-        ends = np.array([start + count for _, start, count in rows])
-        tables = [
-            self._tables[row][: -(-end // SIZE)] for (row, *_), end in zip(rows, ends, strict=True)
-        ]
-        queries = [self._queries[row][start : start + count] for row, start, count in rows]
-        self._attention.plan(
-            PageTables(
-                num_decode_rows=sum(count == 1 for *_, count in rows),
-                qo_indptr=np.cumsum([0, *(count for *_, count in rows)]).astype(np.int32),
-                kv_indptr=np.cumsum([0, *map(len, tables)]).astype(np.int32),
-                kv_indices=np.concatenate(tables),
-                kv_last_page_len=((ends - 1) % SIZE + 1).astype(np.int32),
-                block_size=SIZE,
-            )
+@native_only
+def test_queries_that_were_not_planned_are_refused() -> None:
+    layout = KvLayout.block_major(
+        num_blocks=4, num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"
+    )
+    attention = kernels().paged_attention(
+        np.zeros(layout.pool_bytes, np.uint8),
+        LeafGeometry.of_layout(layout),
+        group_size=1,
+        is_bfloat16=False,
+    )
+    backend = NativePagedAttention(attention)
+    backend.plan(
+        PageTables(
+            num_decode_rows=0,
+            qo_indptr=np.array([0, 2], np.int32),
+            kv_indptr=np.array([0, 1], np.int32),
+            kv_indices=np.array([0], np.int32),
+            kv_last_page_len=np.array([2], np.int32),
+            block_size=SIZE,
         )
-        query = torch.cat(queries)
-        return self._attention.run(1, query, torch.empty(len(query), 2, KV_HEADS, query.shape[2]))
+    )
+    for num_queries in (1, 3):
+        query = torch.zeros(num_queries, 1, 16)
+        with pytest.raises(ValueError, match="queries, not the 2 of the plan"):
+            backend.run(0, query, query)
 
 
 @native_only

@@ -11,9 +11,9 @@
  * A tile goes through the keys, and then the values, TILE_TOKENS at a time, which stay in the first
  * cache meanwhile.
  *
- * Every sum is made in the order of attention.c. So a token's result is the same bits as if it came
- * alone, whatever the chunk, and however much before it was cached: what a line does not see has
- * weights of zero, and adding nothing changes no bit.
+ * Every sum is made in the order of attention.c, over what the line sees and no more. So a token's result
+ * is the same bits as if it came alone, whatever the chunk, however much before it was cached, and even if
+ * what comes after it is not finite.
  */
 #include "attention.h"
 
@@ -191,16 +191,32 @@ MP_INLINE void mix_lines(const tile *tile, int num_lines, int64_t line, int64_t 
         mix(tile, num_lines, 1, line, dim, first, end);
 }
 
+/* What a line sees of tokens [first, end). */
+static void mix_line(const tile *tile, int64_t line, int64_t first, int64_t end)
+{
+    const int64_t seen = tile->num_seen[line] < end ? tile->num_seen[line] : end;
+    if (first < seen)
+        mix_lines(tile, 1, line, first, seen);
+}
+
 static void mix_tile(const tile *tile, int64_t num_tokens)
 {
     memset(tile->sums, 0, sizeof(float) * (size_t)(tile->num_lines * tile->head_dim));
     for (int64_t first = 0; first < num_tokens; first += TILE_TOKENS) {
         const int64_t end = first + TILE_TOKENS < num_tokens ? first + TILE_TOKENS : num_tokens;
         int64_t line = 0;
-        for (; line + MIX_LINES <= tile->num_lines; line += MIX_LINES)
-            mix_lines(tile, MIX_LINES, line, first, end);
+        for (; line + MIX_LINES <= tile->num_lines; line += MIX_LINES) {
+            int64_t shared = first; /* what all of them see, which is what the first does */
+            if (shared < tile->num_seen[line]) {
+                shared = tile->num_seen[line] < end ? tile->num_seen[line] : end;
+                mix_lines(tile, MIX_LINES, line, first, shared);
+            }
+            if (shared < end)
+                for (int64_t other = 1; other < MIX_LINES; other++)
+                    mix_line(tile, line + other, shared, end);
+        }
         for (; line < tile->num_lines; line++)
-            mix_lines(tile, 1, line, first, end);
+            mix_line(tile, line, first, end);
     }
 }
 
@@ -212,11 +228,7 @@ static void attend_tile(const tile *tile, float *const out[])
     score_tile(tile, num_tokens);
     for (int64_t line = 0; line < tile->num_lines; line++) {
         float *scores = tile->scores + line * tile->stride;
-        const int64_t num_seen = tile->num_seen[line];
-        const int64_t softened = (num_seen + LANES - 1) / LANES * LANES;
-        weights[line] = soften(scores, num_seen);
-        if (softened < num_tokens)
-            memset(scores + softened, 0, sizeof(float) * (size_t)(num_tokens - softened));
+        weights[line] = soften(scores, tile->num_seen[line]);
     }
     mix_tile(tile, num_tokens);
     for (int64_t line = 0; line < tile->num_lines; line++)
