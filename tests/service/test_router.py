@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 from moonpool.api.v1 import inference_pb2, inference_pb2_grpc
 from moonpool.bus.memory import MemoryBroker, MemoryBus
+from moonpool.bus.subjects import Subjects
 from moonpool.clock import SystemClock
 from moonpool.core.protocol import BlockLedger, HandBackReason, RefuseReason
 from moonpool.errors import (
@@ -84,6 +86,30 @@ async def test_a_text_becomes_tokens_and_tokens_become_text(
     assert answered.done.placement.prefill_worker == ""
     timing = answered.done.timing
     assert sum(timing.ttft_parts_ms.values()) == pytest.approx(timing.ttft_ms)
+
+
+async def test_whoever_cannot_be_read_on_the_bus_is_warned_of_once(tmp_path: Path) -> None:
+    async with router(tmp_path) as r:
+        subjects = Subjects(r.cluster.name)
+        senders = [subjects.announce("d0"), subjects.kv_events("d0"), subjects.announce("d1")]
+        with capture_logs() as logs:
+
+            def levels(subject: str) -> list[str]:
+                return [
+                    entry["log_level"]
+                    for entry in logs
+                    if entry["event"] == "bus.unreadable" and entry["subject"] == subject
+                ]
+
+            async def are_heard_twice() -> bool:
+                for subject in senders:
+                    await r.bus.publish(subject, b"\xff")
+                return all(len(levels(subject)) > 1 for subject in senders)
+
+            await eventually(are_heard_twice, timeout_s=5, what="all are dropped")
+    for subject in senders:
+        first, *others = levels(subject)
+        assert (first, set(others)) == ("warning", {"debug"})
 
 
 async def test_the_books_hold_what_happened(tmp_path: Path) -> None:

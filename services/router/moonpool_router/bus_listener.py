@@ -1,23 +1,21 @@
 """BusListener: announcements from the bus to the router's machines, and Who when it has connected.
 
-What cannot be read, or speaks another protocol, is dropped and counted: the bus is anybody's.
+What cannot be read, or speaks another protocol, is dropped and counted, with a warning for each sender: the bus is
+anybody's.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-import structlog
-
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
+from moonpool.bus.unreadable import UnreadableSenders
 from moonpool.dispatch.membership import Announcement
 from moonpool.errors import MoonpoolError
 from moonpool.wire.control import Who, decode_announce, encode_who
 from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.index_feed import IndexFeed
-
-log = structlog.get_logger("moonpool.router")
 
 
 class BusListener:
@@ -38,6 +36,7 @@ class BusListener:
         self._feed = feed
         self._router_id = router_id
         self._connected = asyncio.Event()
+        self._unreadable = UnreadableSenders()
         self.num_unreadable = 0
 
     def watch_connection(self) -> None:
@@ -52,7 +51,7 @@ class BusListener:
                 announce = decode_announce(message.data)
             except MoonpoolError as error:
                 self.num_unreadable += 1
-                log.debug("bus.unreadable", subject=message.subject, reason=error.message)
+                self._unreadable.note(message, error)
                 continue
             self._loop.on_announced(
                 Announcement(

@@ -8,7 +8,7 @@
     dispatch -- placed, ended --------------------------> ReuseBooks <---+
 
 When to ask a worker is the machine's to say (dispatch/index_follower.py); this is its IO and its clock.
-What cannot be read is dropped and counted: the bus is anybody's.
+What cannot be read is dropped and counted, with a warning for each sender: the bus is anybody's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import structlog
 
 from moonpool.bus.protocol import Bus
 from moonpool.bus.subjects import Subjects
+from moonpool.bus.unreadable import UnreadableSenders
 from moonpool.clock import Clock
 from moonpool.dispatch.effects import EndRequest, Placement
 from moonpool.dispatch.index_follower import AskReason, AskSnapshot, IndexFollower
@@ -78,6 +79,7 @@ class IndexFeed:
         self._key = key
         self._clock = clock
         self._books = books
+        self._unreadable = UnreadableSenders()
         self._wakeup = asyncio.Event()
         #: Questions under way, by worker.
         self._asking: dict[WorkerKey, asyncio.Task[None]] = {}
@@ -177,7 +179,7 @@ class IndexFeed:
                 events = decode_kv_events(message.data)
             except MoonpoolError as error:
                 self._books.index_batch(is_readable=False)
-                log.debug("bus.unreadable", subject=message.subject, reason=error.message)
+                self._unreadable.note(message, error)
                 continue
             self._books.index_batch(is_readable=True)
             self._follower.on_batch(events.worker, events.batch, self._clock.now())
