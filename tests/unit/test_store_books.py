@@ -83,3 +83,13 @@ def test_what_became_of_a_leaving_nodes_blocks_is_counted() -> None:
         for outcome in ("handed_over", "left")
     ]
     assert outcomes == [5, 2]
+
+
+def test_what_went_wrong_with_the_directory_is_counted() -> None:
+    metrics = Metrics(STORE_METRICS)
+    books = StoreBooks(metrics)
+    for num_failed_calls, num_bad_records in ((2, 0), (2, 1)):
+        books.directory(num_failed_calls=num_failed_calls, num_bad_records=num_bad_records)
+        metric = names.STORE_DIRECTORY_FAILURES
+        assert metrics.value(metric, kind="call") == num_failed_calls
+        assert metrics.value(metric, kind="record") == num_bad_records

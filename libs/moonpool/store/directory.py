@@ -35,6 +35,11 @@ class Directory(Protocol):
         """Calls that were not answered, or not in time."""
         ...
 
+    @property
+    def num_bad_records(self) -> int:
+        """Records that could not be read: another version's, or not of a store node."""
+        ...
+
     async def publish(self, record: StoreRecord) -> bool:
         """Write this node's record in place of its last one. False: nobody heard it."""
         ...
@@ -68,6 +73,10 @@ class EmbeddedDirectory:
 
     @property
     def num_failed_calls(self) -> int:
+        return 0
+
+    @property
+    def num_bad_records(self) -> int:
         return 0
 
     async def publish(self, record: StoreRecord) -> bool:

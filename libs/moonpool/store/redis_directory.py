@@ -97,12 +97,15 @@ class RedisDirectory:
         self._num_failed_calls = 0
         #: What was last in the way, so that it is logged once.
         self._problem = ""
-        #: Records that could not be read.
-        self.num_bad_records = 0
+        self._num_bad_records = 0
 
     @property
     def num_failed_calls(self) -> int:
         return self._num_failed_calls
+
+    @property
+    def num_bad_records(self) -> int:
+        return self._num_bad_records
 
     @property
     def is_connected(self) -> bool:
@@ -212,10 +215,10 @@ class RedisDirectory:
         try:
             record = self._decoder.decode(value)
         except msgspec.DecodeError:
-            self.num_bad_records += 1
+            self._num_bad_records += 1
             return None
         if str(record.member.key).encode() != name:
-            self.num_bad_records += 1
+            self._num_bad_records += 1
             return None
         return record
 

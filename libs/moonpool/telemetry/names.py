@@ -303,6 +303,12 @@ STORE_BREAKER = _gauge(
     "Whether the disk is asked, for reads and writes: 0 closed (it is), 1 half open, 2 open.",
     "access",
 )
+STORE_DIRECTORY_FAILURES = _counter(
+    "moonpool_store_directory_failures_total",
+    "What went wrong with the directory in which store nodes find each other: call (not answered, or not in time), "
+    "record (one that cannot be read).",
+    "kind",
+)
 STORE_DISK_UP = _gauge(
     "moonpool_store_disk_up", "1 while the disk takes writes, 0 while it does not or is not there."
 )

@@ -50,6 +50,7 @@ STORE_METRICS: tuple[Metric, ...] = (
     names.STORE_DISK_BYTES,
     names.STORE_WRITE_BUDGET,
     names.STORE_BREAKER,
+    names.STORE_DIRECTORY_FAILURES,
     names.STORE_DISK_UP,
 )
 
@@ -74,6 +75,12 @@ class StoreBooks:
             if grown > 0:
                 self._metrics.count(metric, grown, **dict(labels))
         self._told = counts
+
+    def directory(self, *, num_failed_calls: int, num_bad_records: int) -> None:
+        """What went wrong with the directory since the start."""
+        metric = names.STORE_DIRECTORY_FAILURES
+        self._metrics.count_to(metric, num_failed_calls, kind="call")
+        self._metrics.count_to(metric, num_bad_records, kind="record")
 
     def ring_left(self, *, num_handed_blocks: int, num_left_blocks: int) -> None:
         """This node has left its ring."""

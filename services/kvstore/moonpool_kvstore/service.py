@@ -263,6 +263,11 @@ class StoreService:
     def _set_gauges(self) -> None:
         if self._engine is not None:
             self._books.update(self.report())
+            directory = self._directory
+            self._books.directory(
+                num_failed_calls=directory.num_failed_calls,
+                num_bad_records=directory.num_bad_records,
+            )
 
     def _add_services(self, server: RpcServer) -> None:
         server.add(store_pb2_grpc.add_StoreServicer_to_server, self._servicer, SERVICE_NAME)
