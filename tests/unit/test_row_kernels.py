@@ -78,4 +78,5 @@ def test_what_is_not_finite_is_not_hidden(isa: str, value: float) -> None:
     _, gated = guarded(2, 20)
     kernels.silu_mul(x.ctypes.data, 2, 20, gated.ctypes.data)
     assert np.isfinite(gated[0]).all()
-    assert np.isnan(gated[1, 3]) or value == np.inf
+    assert not np.isfinite(gated[1, 3])
+    assert np.isfinite(np.delete(gated[1], 3)).all()
