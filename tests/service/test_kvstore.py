@@ -194,21 +194,31 @@ async def test_what_a_worker_computed_outlives_it(tmp_path: Path, transport: str
 async def test_what_lies_on_disk_outlives_the_store(tmp_path: Path) -> None:
     ssd = tmp_path / "ssd"
     ssd.mkdir()
-    quotas = ({"tenant": "default", "floor_bytes": 1024},)
+    settings: dict[str, Any] = {
+        "ssd_dir": ssd,
+        "ssd_write_bytes_per_day": 12 * 2**20,
+        "tenants": ({"tenant": "default", "floor_bytes": 1024},),
+    }
     async with world(tmp_path) as cluster:
-        store = await cluster.store(ssd_dir=ssd, tenants=quotas)
+        store = await cluster.store(**settings)
         await put(cluster, store)
         report = await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
         assert report.disk is not None
         assert report.disk.written_bytes >= NUM_BLOCKS * report.block_bytes
+        budget_bytes = report.stats.write_budget_bytes
+        assert budget_bytes is not None
         await cluster.stop(store)
 
-        again = await cluster.store(ssd_dir=ssd, tenants=quotas)
+        again = await cluster.store(**settings)
         assert again.key != store.key
         report = await report_when(
             again, "it is found", num_disk_blocks=NUM_BLOCKS, num_host_blocks=0
         )
         assert again.service.shell.kv.head.count == NUM_BLOCKS
+        # What was written counts for a day, whoever was restarted meanwhile.
+        max_bytes = report.stats.write_budget_max_bytes
+        assert max_bytes is not None
+        assert budget_bytes <= (report.stats.write_budget_bytes or 0) < max_bytes
         _, reader = await cluster.worker("r0")
         first = await answer(reader, SECOND, peer=again.peer(NUM_SHARED))
         assert first.num_peer_tokens == NUM_SHARED

@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.ids import BlockHash
 from moonpool.tiering.frequency import FrequencySketch
-from moonpool.tiering.write_budget import WriteBudget
+from moonpool.tiering.write_budget import BudgetLeft, WriteBudget
 
 _DAY_S = 86_400.0
 _UNIT = 1_000
@@ -43,6 +43,27 @@ def test_a_burst_is_a_twelfth_of_the_day() -> None:
     assert _write_all(budget, 5.0) == 100
     assert budget.level(5.0) == 0.0
     assert budget.level(5.0 + _DAY_S) == 1.0
+
+
+@pytest.mark.parametrize("restart_s", [60.0, 7_200.0])
+def test_a_restart_fills_nothing_up(restart_s: float) -> None:
+    budget = WriteBudget(1_200 * _UNIT)
+    num_written = 0
+    for life in range(int(_DAY_S / restart_s)):
+        now = life * restart_s
+        num_written += _write_all(budget, now)
+        left_bytes = budget.left_bytes(now)
+        assert left_bytes is not None
+        # The next life has a clock of its own.
+        left = BudgetLeft(num_bytes=left_bytes, age_s=restart_s)
+        budget = WriteBudget(1_200 * _UNIT, left)
+    assert 1_000 <= num_written <= 1_200
+
+
+def test_what_was_left_is_never_more_than_a_burst() -> None:
+    for num_bytes, age_s, left_bytes in ((0, 0.0, 0), (10**9, 0.0, 100_000), (0, 1e9, 100_000)):
+        budget = WriteBudget(1_200 * _UNIT, BudgetLeft(num_bytes=num_bytes, age_s=age_s))
+        assert budget.left_bytes(7.0) == left_bytes
 
 
 def test_without_a_budget_there_is_no_limit() -> None:

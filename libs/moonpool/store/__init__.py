@@ -8,6 +8,7 @@ segment_scan      what is found after a restart      record_io        one read o
 segment_files     the seam to the file system        io_threads       where calls to it block
 log_identity      what a directory's blocks are: model, layout, digests, secret
 log_directory     the directory: lock, permissions, one folder for each identity
+budget_keeper     what is left of the write budget, from one life to the next
 
 directory         where store nodes find each other's records; redis_directory for several hosts
 directory_keeper  keeps this node's record there, and the last view of the others

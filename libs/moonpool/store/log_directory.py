@@ -5,6 +5,7 @@
         <identity, 32 hex>/    one folder per LogIdentity, so that another model finds its own blocks,
             identity.json          or none, and nobody has to remove anything to try one
             segment-*.kv       0600
+        write-budget.json      0600, see budget_keeper.py
 
 The capacity is a promise about the whole directory. Segments of other identities count, and go first
 when room is needed: they are of no use to this node. No other file is ever touched.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moonpool.kv.eviction import EvictionName
 from moonpool.tiering.breaker import BreakerConfig
+from moonpool.tiering.write_budget import BudgetLeft
 
 
 class DiskAdmission(enum.StrEnum):
@@ -77,6 +78,8 @@ class StoreConfig:
     admission: DiskAdmission = DiskAdmission.BUDGET
     #: Nothing more is written in any 24 hours; None: no budget.
     write_budget_bytes_per_day: int | None = None
+    #: None: this is the first life of the store, as far as anybody knows.
+    write_budget_left: BudgetLeft | None = None
 
     #: For the disk's reads and, apart from them, its writes. Nobody is told of a disk that fails but by this:
     #: its failures come one by one, as slowly as it is.

@@ -46,7 +46,7 @@ class DiskTier:
         self._cleared_writes: set[int] = set()
         self._next_write_id = 1
         self._sketch = FrequencySketch(_NUM_REMEMBERED * config.num_blocks)
-        self.budget = WriteBudget(config.write_budget_bytes_per_day)
+        self.budget = WriteBudget(config.write_budget_bytes_per_day, config.write_budget_left)
         self.reads = Breaker(config.disk_breaker)
         self.writes = Breaker(config.disk_breaker)
         self.num_written = 0

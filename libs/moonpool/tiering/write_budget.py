@@ -4,13 +4,24 @@ A bucket that holds a twelfth of the day's bytes and fills at the rate of the re
 
     burst + rate * 24 h = budget          whatever the pattern, no 24 hours see more
 
-It is full at the start, since nobody knows what was written before.
+It is full at the start, unless it is known what was left of it before.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 _DAY_S = 86_400.0
 _BURSTS_PER_DAY = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetLeft:
+    """What an earlier life of a store left of its budget."""
+
+    num_bytes: int
+    #: So long ago; since then nothing was written.
+    age_s: float
 
 
 class WriteBudget:
@@ -18,14 +29,18 @@ class WriteBudget:
 
     Args:
         bytes_per_day: None: no limit.
+        left: None: nobody knows.
     """
 
-    def __init__(self, bytes_per_day: int | None) -> None:
+    def __init__(self, bytes_per_day: int | None, left: BudgetLeft | None = None) -> None:
         self._is_limited = bytes_per_day is not None
         num_bytes = float(bytes_per_day or 0)
         self._burst_bytes = num_bytes / _BURSTS_PER_DAY
         self._bytes_per_s = (num_bytes - self._burst_bytes) / _DAY_S
         self._left_bytes = self._burst_bytes
+        if left is not None:
+            filled_bytes = left.num_bytes + left.age_s * self._bytes_per_s
+            self._left_bytes = min(filled_bytes, self._burst_bytes)
         #: When `_left_bytes` was right; None: before the first look.
         self._counted_at: float | None = None
 

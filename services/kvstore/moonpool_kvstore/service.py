@@ -36,6 +36,7 @@ from moonpool.rpc.server import RpcServer
 from moonpool.service.life import Life, ReadyFacts
 from moonpool.service.ready import WARNING_FACT
 from moonpool.store.base import BlockLog, DropReason, KeepHot, OnDropped
+from moonpool.store.budget_keeper import BudgetKeeper, budget_left
 from moonpool.store.directory import Directory
 from moonpool.store.log_identity import LogIdentity
 from moonpool.telemetry.metrics import Metrics
@@ -195,7 +196,12 @@ class StoreService:
         engine = StoreEngine(
             core=StoreCore(
                 core_config(
-                    config, layout, record_bytes=disk.record_bytes if disk is not None else None
+                    config,
+                    layout,
+                    record_bytes=disk.record_bytes if disk is not None else None,
+                    budget_left=await budget_left(self._ssd_path, self._clock)
+                    if disk is not None
+                    else None,
                 )
             ),
             memory=parts.memory,
@@ -208,6 +214,8 @@ class StoreService:
         engines.append(engine)
         self._engine, self._disk = engine, disk
         life.spawn(engine.run(), name="store-engine")
+        if disk is not None and config.store.ssd_write_bytes_per_day:
+            self._keep_budget(life, engine, disk)
         await engine.wait_running()
         life.stack.callback(self._servicer.close)
         await node.serve(life, parts, open_services=lambda: self._servicer.open(parts.key, engine))
@@ -272,6 +280,24 @@ class StoreService:
     def _add_services(self, server: RpcServer) -> None:
         server.add(store_pb2_grpc.add_StoreServicer_to_server, self._servicer, SERVICE_NAME)
 
+    def _keep_budget(self, life: Life, engine: StoreEngine, disk: BlockLog) -> None:
+        keeper = BudgetKeeper(
+            self._ssd_path,
+            left_bytes=lambda: engine.stats().write_budget_bytes or 0,
+            written_bytes=lambda: disk.stats().written_bytes,
+            clock=self._clock,
+        )
+        life.spawn(keeper.run(), name="write-budget")
+        # After the last write, before the log gives up the directory.
+        life.stack.push_async_callback(keeper.keep)
+
+    @property
+    def _ssd_path(self) -> Path:
+        """This node's own; only where there is an SSD."""
+        store = self._config.store
+        assert store.ssd_dir is not None, store
+        return store.ssd_dir / self._config.store_id
+
     async def _enter_disk(
         self,
         life: Life,
@@ -289,7 +315,7 @@ class StoreService:
         store = self._config.store
         if store.ssd_dir is None:
             return None
-        path = store.ssd_dir / self._config.store_id
+        path = self._ssd_path
         try:
             disk = await self._open_log(
                 path,

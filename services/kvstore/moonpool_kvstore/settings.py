@@ -16,6 +16,7 @@ from moonpool.kv.layout import KvLayout
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.store.log_identity import LogIdentity
 from moonpool.tiering.config import DiskAdmission, StoreConfig, TenantQuota
+from moonpool.tiering.write_budget import BudgetLeft
 from moonpool.wire.store import MAX_DEADLINE_S
 from moonpool.wire.worker import WorkerHello
 from moonpool.worker.settings import pool_region
@@ -103,12 +104,17 @@ def log_identity(hello: WorkerHello, layout: KvLayout) -> LogIdentity:
 
 
 def core_config(
-    config: KvStoreConfig, layout: KvLayout, *, record_bytes: int | None
+    config: KvStoreConfig,
+    layout: KvLayout,
+    *,
+    record_bytes: int | None,
+    budget_left: BudgetLeft | None = None,
 ) -> StoreConfig:
     """The core's limits, for an arena of this layout.
 
     Args:
         record_bytes: What a block takes on the disk; None: there is none.
+        budget_left: Of what may be written there, as the last life of this node left it.
     """
     store = config.store
     block_bytes = layout.block_bytes
@@ -128,5 +134,6 @@ def core_config(
         ),
         admission=DiskAdmission(store.ssd_admission),
         write_budget_bytes_per_day=store.ssd_write_bytes_per_day or None,
+        write_budget_left=budget_left,
         is_checked=store.is_checked,
     )
