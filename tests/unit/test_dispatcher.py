@@ -23,6 +23,7 @@ from moonpool.dispatch.effects import (
     EndRequest,
     Placed,
     PrefixLeft,
+    RetryReason,
     SendAbort,
     SendDecode,
     SendPrefill,
@@ -640,6 +641,25 @@ def test_a_tenant_takes_no_more_than_its_share_of_the_queue() -> None:
     (end,) = r.arrive(asking("f", "other"))
     assert isinstance(end, EndRequest)
     assert end.error_code == "server_overloaded"
+
+
+def test_a_placement_says_what_ended_the_attempt_before(r: Router) -> None:
+    def last_end() -> RetryReason | None:
+        return r.placements[-1].placement.previous_end
+
+    r.arrive()
+    assert last_end() is None
+    r.refuse(D)
+    r.load(D)
+    assert last_end() is RetryReason.REFUSED
+    r(WorkerLost(key=D))
+    r.join(key("lost"))
+    assert last_end() is RetryReason.LOST
+    r.refuse(key("lost"), number=3)
+    r.load(key("lost"))
+    # Not by its words, in which the worker's name stands.
+    assert r.placements[-1].placement.previous_outcome.startswith("lost refused")
+    assert last_end() is RetryReason.REFUSED
 
 
 def test_a_cluster_that_always_refuses_is_not_asked_for_ever() -> None:

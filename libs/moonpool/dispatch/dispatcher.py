@@ -59,6 +59,7 @@ from moonpool.dispatch.effects import (
     Placed,
     Placement,
     PrefixLeft,
+    RetryReason,
     SendAbort,
 )
 from moonpool.dispatch.events import (
@@ -396,7 +397,8 @@ class Dispatcher:
         """The decode worker contradicts, or leaves out, what the client has."""
         assert request.placed is not None
         self._fleet.inhibit(request.placed.decode, now)
-        self._fail_attempt(request, f"diverged at position {run.first_position}")
+        outcome = f"diverged at position {run.first_position}"
+        self._fail_attempt(request, RetryReason.DIVERGED, outcome)
 
     def _on_refused(
         self, request: RequestRecord, key: WorkerKey, reason: RefuseReason, now: float
@@ -410,7 +412,10 @@ class Dispatcher:
         # The prefill worker refuses before it computes, but not before the decode worker refuses.
         may_have_computed = request.placed.prefill not in (None, key)
         self._leave(
-            request, f"{key.worker_id} refused: {reason}", may_have_computed=may_have_computed
+            request,
+            RetryReason.REFUSED,
+            f"{key.worker_id} refused: {reason}",
+            may_have_computed=may_have_computed,
         )
 
     def _on_handed_back(
@@ -433,9 +438,10 @@ class Dispatcher:
                     self._fleet.inhibit(placed.prefill, now)
                     if reason is HandBackReason.SOURCE_LOST:
                         request.lost_sources |= {placed.prefill}
-                self._fail_attempt(request, outcome)
+                self._fail_attempt(request, RetryReason.HANDED_BACK, outcome)
                 return
-        self._leave(request, outcome, may_have_computed=reason is not HandBackReason.SOURCE_REFUSED)
+        may_have_computed = reason is not HandBackReason.SOURCE_REFUSED
+        self._leave(request, RetryReason.HANDED_BACK, outcome, may_have_computed=may_have_computed)
 
     def _on_worker_lost(self, key: WorkerKey, now: float) -> None:
         self._fleet.lose(key)
@@ -455,7 +461,7 @@ class Dispatcher:
                 )
                 self._fail(request, error)
             elif key == placed.decode:
-                self._fail_attempt(request, f"{key.worker_id} lost")
+                self._fail_attempt(request, RetryReason.LOST, f"{key.worker_id} lost")
 
     # -- placement --
 
@@ -513,6 +519,7 @@ class Dispatcher:
             record=decision,
             placed_at=now,
             previous_outcome=request.outcome,
+            previous_end=request.retry_reason,
         )
         self._decisions.add(placement)
         self._effects.append(Placed(placement=placement))
@@ -545,7 +552,7 @@ class Dispatcher:
         else:
             request.placed = replace(placed, has_prefill_ended=True)
 
-    def _fail_attempt(self, request: RequestRecord, outcome: str) -> None:
+    def _fail_attempt(self, request: RequestRecord, reason: RetryReason, outcome: str) -> None:
         request.num_failures += 1
         if request.num_failures >= self._config.max_failures:
             self._fail(
@@ -553,16 +560,21 @@ class Dispatcher:
                 WorkerLostError(f"{request.num_failures} attempts failed, the last: {outcome}"),
             )
         else:
-            self._leave(request, outcome)
+            self._leave(request, reason, outcome)
 
     def _leave(
-        self, request: RequestRecord, outcome: str, *, may_have_computed: bool = True
+        self,
+        request: RequestRecord,
+        reason: RetryReason,
+        outcome: str,
+        *,
+        may_have_computed: bool = True,
     ) -> None:
         """The attempt is over, the request is not."""
         if may_have_computed and request.state is DispatchState.PLACED:
             request.note_silent_end()
         self._abort(request)
-        request.outcome = outcome
+        request.outcome, request.retry_reason = outcome, reason
         if request.attempt >= self._config.max_attempts:
             self._fail(
                 request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from moonpool.errors import MoonpoolError
@@ -74,6 +75,15 @@ class EndRequest:
     left: tuple[PrefixLeft, ...] = ()
 
 
+class RetryReason(enum.StrEnum):
+    """What ended an attempt that was not its request's last."""
+
+    REFUSED = "refused"
+    HANDED_BACK = "handed back"
+    LOST = "lost"
+    DIVERGED = "diverged"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The record of one placement: where an attempt goes, and every term that decided it."""
@@ -84,8 +94,9 @@ class Placement:
     record: PlacementDecision
     #: When, by the dispatcher's clock.
     placed_at: float
-    #: Why the attempt before this one ended; empty for the first.
+    #: Why the attempt before this one ended: in words, and as one of few; empty and None for the first.
     previous_outcome: str = ""
+    previous_end: RetryReason | None = None
 
     @property
     def decode(self) -> Selection:

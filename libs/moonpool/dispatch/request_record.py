@@ -6,6 +6,7 @@ import enum
 import math
 from dataclasses import dataclass, field, replace
 
+from moonpool.dispatch.effects import RetryReason
 from moonpool.ids import AttemptId, RequestId, WorkerKey
 from moonpool.inference.cached_tokens import CachedTokens
 from moonpool.inference.request import InferenceRequest
@@ -71,8 +72,9 @@ class RequestRecord:
     num_held_tokens: int = 0
     #: Bound of `cached`: beyond it, an attempt that ended in silence may have computed; None: no bound.
     num_credible_tokens: int | None = None
-    #: Why the last attempt ended.
+    #: Why the last attempt ended: in words, and as one of few.
     outcome: str = ""
+    retry_reason: RetryReason | None = None
 
     @property
     def request_id(self) -> RequestId:

@@ -14,9 +14,6 @@ from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.names import Metric
 from moonpool.wire.status import to_http
 
-#: What ended the attempt before, by the words with which the request machine says it.
-_RETRY_REASONS = ("refused", "handed back", "lost", "diverged")
-
 #: What a router counts; the metrics of workers are not among them.
 ROUTER_METRICS: tuple[Metric, ...] = (
     names.BUILD_INFO,
@@ -84,12 +81,11 @@ class RouterBooks:
     def placed(self, placement: Placement, *, num_emitted: int) -> None:
         """An attempt was sent to its workers."""
         self._metrics.count(names.ROUTE_DECISIONS, reason=placement.decision.reason.value)
-        if placement.attempt > 1:
-            self._metrics.count(names.RETRIES, reason=_retry_reason(placement.previous_outcome))
+        reason = placement.previous_end
+        if reason is not None:
+            self._metrics.count(names.RETRIES, reason=reason.value)
             if num_emitted:
-                self._metrics.count(
-                    names.MIGRATIONS, kind=_retry_reason(placement.previous_outcome)
-                )
+                self._metrics.count(names.MIGRATIONS, kind=reason.value)
 
     def tokens(self, num_tokens: int, *, gap_s: float | None) -> None:
         """Tokens of one request came, `gap_s` after those before; None for the first."""
@@ -187,7 +183,3 @@ class RouterBooks:
                 role=role,
                 state=state,
             )
-
-
-def _retry_reason(outcome: str) -> str:
-    return next((reason for reason in _RETRY_REASONS if reason in outcome), "other")
