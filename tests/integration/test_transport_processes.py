@@ -24,7 +24,8 @@ from moonpool.errors import TransferError
 from moonpool.kv.region import KvRegion
 from moonpool.transport.base import KvRead
 from moonpool.transport.nixl import agent_name
-from moonpool.transport.nixl_link import FENCE_S, NixlLink
+from moonpool.transport.nixl_driver import FENCE_S
+from moonpool.transport.nixl_link import NixlLink
 from moonpool.wire.layout import region_from_pb
 from support.kv_source import (
     ALL_TRANSPORTS,

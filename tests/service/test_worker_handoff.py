@@ -71,7 +71,9 @@ async def test_a_crash_of_nixl_is_not_the_workers(tmp_path: Path) -> None:
             if transport:
                 assert num_bytes_read(decode, transport) == 4 * BLOCK_BYTES
             if request is before:
-                (pid,) = processes_called("moonpool.transport.nixl_source", to_prefill.source.key)
+                (pid,) = processes_called(
+                    "moonpool.transport.nixl_source_main", to_prefill.source.key
+                )
                 os.kill(pid, signal.SIGKILL)
                 assert wait_for_exit(pid, timeout_s=5.0)
 

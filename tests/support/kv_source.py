@@ -30,7 +30,8 @@ from moonpool.transport.base import KvRead, LocalPool
 from moonpool.transport.grpc_reader import GrpcTransport
 from moonpool.transport.grpc_server import kv_read_handler
 from moonpool.transport.nixl import NixlTransport
-from moonpool.transport.nixl_source import access_of, serve
+from moonpool.transport.nixl_source import access_of
+from moonpool.transport.nixl_source_main import serve
 from moonpool.transport.shm import ShmTransport
 
 SMALL = KvLayout.block_major(

@@ -3,7 +3,7 @@
     base          KvRead, ReadResult, and the Transport and KvPeer protocols
     shm           a peer on this host: copies out of its memory, mapped read-only
     nixl          a peer that runs it too: READs by RDMA, or UCX over shared memory or TCP;
-                  nixl_link drives the agents, nixl_agent is what is used of NIXL
+                  nixl_link and its thread drive the agents, nixl_agent is what is used of NIXL
     grpc_reader   any peer: a stream of raw bytes; grpc_server is its other end
     select        which transport to take for a peer, announced
     incoming      one read whose bytes come as messages

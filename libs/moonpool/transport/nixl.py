@@ -4,11 +4,11 @@ Life of a peer
 1. connect: the metadata in its region goes to our agent, and a few bytes are read, so that it is known to
    answer. It has to poll for that: nixl_source.
 2. A read: spans that are neighbours on both sides become one descriptor; one READ of all of them; then the
-   leaves are checked on our copy. nixl_link does both in its thread.
+   leaves are checked on our copy. nixl_driver does both in its thread.
 3. A READ that fails has lost the peer: every pending read fails at once, a new connect is a new connection.
 
 A READ cannot be recalled. A read that is cancelled or too late ends when its READ has, at the latest
-nixl_link.FENCE_S later; see there what that costs.
+nixl_driver.FENCE_S later; see there what that costs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from moonpool.transport.nixl_agent import (
     address_of,
     nixl_facts,
 )
-from moonpool.transport.nixl_link import NixlConnection, NixlJob, NixlLink
+from moonpool.transport.nixl_job import NixlConnection, NixlJob
+from moonpool.transport.nixl_link import NixlLink
 from moonpool.transport.nixl_source import NixlSource
 
 
