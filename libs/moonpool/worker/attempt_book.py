@@ -29,7 +29,8 @@ from moonpool.ids import AttemptId, WorkerKey
 from moonpool.telemetry.spans import SpanContext
 from moonpool.wire.engine_messages import TimedFrame
 from moonpool.wire.spans import Span
-from moonpool.worker.attempt_spans import AttemptRecord, AttemptSpans, CommitTimes, ReadRecord
+from moonpool.worker.attempt_record import AttemptRecord, CommitTimes, ReadRecord
+from moonpool.worker.attempt_spans import AttemptSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

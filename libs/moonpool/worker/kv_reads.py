@@ -23,7 +23,7 @@ from moonpool.handoff.events import ReadDone
 from moonpool.ids import AttemptId
 from moonpool.transport.base import KvRead, ReadResult, peer_lost
 from moonpool.worker.attempt_book import AttemptBook
-from moonpool.worker.attempt_spans import ReadRecord
+from moonpool.worker.attempt_record import ReadRecord
 from moonpool.worker.books import WorkerBooks
 from moonpool.worker.peers import Peer, PeerDirectory
 

@@ -29,7 +29,7 @@ from moonpool.rpc.metadata import call_metadata
 from moonpool.wire.handoff import open_to_pb, source_message_from_pb
 from moonpool.wire.prefix_read import holder_message_from_pb, prefix_open_to_pb
 from moonpool.worker.attempt_book import AttemptBook
-from moonpool.worker.attempt_spans import CommitTimes
+from moonpool.worker.attempt_record import CommitTimes
 from moonpool.worker.peers import Peer, PeerDirectory
 
 log = structlog.get_logger("moonpool.worker")
