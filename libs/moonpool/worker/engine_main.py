@@ -43,6 +43,9 @@ from moonpool.worker.layer_mark import LayerMarker
 
 log = structlog.get_logger("moonpool.engine")
 
+#: What torch, numpy and the kernels raise about memory, devices, files and shapes.
+LOAD_ERRORS = (ValueError, RuntimeError, MemoryError, OSError)
+
 
 def main() -> int:
     """Run one engine; the exit status."""
@@ -80,8 +83,10 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
             boot.failpoints, is_allowed=True, state_dir=Path(boot.data_dir)
         )
         runner = _load_runner(boot, memory)
-    except MoonpoolError as error:
-        link.announce(EngineFailed(code=error.code, message=error.message))
+    except (MoonpoolError, *LOAD_ERRORS) as error:
+        link.announce(load_failure(boot.model_path, error))
+        if not isinstance(error, MoonpoolError):
+            log.exception("engine.load_failed", model=boot.model_name)
         return 1
     # What is loaded stays: a collection that walks through it would be a pause in somebody's answer.
     gc.collect()
@@ -109,6 +114,17 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
         failpoints=failpoints,
     )
     return 0
+
+
+def load_failure(model_path: str, error: Exception) -> EngineFailed:
+    """What the service is told when a model cannot be loaded."""
+    if isinstance(error, MoonpoolError):
+        return EngineFailed(code=error.code, message=error.message)
+    reason = "there is not enough memory" if isinstance(error, MemoryError) else str(error)
+    return EngineFailed(
+        code="engine_load_failed",
+        message=f"The engine could not load {model_path}: {reason or type(error).__name__}",
+    )
 
 
 def _load_runner(boot: EngineBoot, memory: WorkerMemory) -> Runner:

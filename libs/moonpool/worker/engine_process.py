@@ -184,6 +184,9 @@ class EngineProcess:
 
     async def _reap(self, timeout_s: float) -> str:
         """Wait for the exit, kill it after `timeout_s`; the exit status in words."""
+        if self._process.returncode is not None:
+            # Its number may be another process's by now.
+            return _status(self._process.returncode)
         loop = asyncio.get_running_loop()
         try:
             pidfd = os.pidfd_open(self.pid)
