@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from moonpool.core.step import SampleSpec, StepPlan, StepRow
 from moonpool.engine.kv_pool import KvPool
-from moonpool.engine.linear import has_native_bfloat16
+from moonpool.engine.linear import has_native_bfloat16, round_to_int8
 from moonpool.engine.loader import load_model
 from moonpool.engine.runner import ModelRunner, load_runner
 from moonpool.hub.model_dir import ModelDir
@@ -34,7 +37,9 @@ def model_dir(tmp_path_factory) -> ModelDir:
 class Engine:
     """A runner and the pool it writes."""
 
-    def __init__(self, model_dir: ModelDir, dtype: str = "float32") -> None:
+    def __init__(
+        self, model_dir: ModelDir, dtype: str = "float32", quantization: str = "none"
+    ) -> None:
         self.layout: KvLayout = model_dir.config.kv_layout(NUM_BLOCKS, dtype)
         self.buffer = bytearray(self.layout.pool_bytes)
         self.pool = KvPool(self.buffer, self.layout)
@@ -45,6 +50,7 @@ class Engine:
             dtype=dtype,
             max_num_seqs=4,
             kernels=kernels(),
+            quantization=quantization,
         )
 
     def run(self, *rows: StepRow, zero_tails=(), mark=None):
@@ -245,3 +251,33 @@ def test_refuses_the_layout_of_another_model(model_dir: ModelDir) -> None:
             max_num_seqs=1,
             kernels=kernels(),
         )
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_int8_is_the_model_of_the_rounded_weights(tmp_path: Path, is_tied: bool) -> None:
+    """Linears are rounded, the head with them; embeddings, also those that the head is tied to, are not."""
+    path = write_tiny_llama(tmp_path / "tiny", TinyLlama(is_embedding_tied=is_tied, has_bias=True))
+    weights = load_file(path / "model.safetensors")
+    if is_tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    for name, weight in weights.items():
+        if weight.ndim == 2 and "embed" not in name:
+            values, scale = round_to_int8(torch.from_numpy(weight))
+            weights[name] = (values * scale[:, None]).numpy()
+    rounded = shutil.copytree(path, tmp_path / "rounded")
+    config = json.loads((rounded / "config.json").read_text())
+    (rounded / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    save_file(weights, rounded / "model.safetensors")
+    answers = []
+    for directory, quantization in ((path, "int8"), (rounded, "none"), (path, "none")):
+        engine = Engine(open_tiny(directory), quantization=quantization)
+        prompt = list(range(3, 40))
+        tokens = [engine.run(make_row(prompt, [1, 2, 3])).tokens[0][0]]
+        for end in range(len(prompt), len(prompt) + 20):
+            row = make_row([], [1, 2, 3, 4][: end // 16 + 1], start=end)
+            tokens.append(engine.run(row).tokens[0][0])
+        answers.append((tokens, engine.block(2, 1).clone()))
+    (found, found_kv), (expected, expected_kv), (_, exact_kv) = answers
+    assert found == expected
+    torch.testing.assert_close(found_kv, expected_kv, atol=1e-4, rtol=1e-4)
+    assert (found_kv - exact_kv).abs().max() > 1e-3, "nothing was rounded"
