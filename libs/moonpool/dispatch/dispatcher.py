@@ -1,7 +1,7 @@
 """Dispatcher: the router's request machine. It owns every request from arrival to its last token.
 
 Events in (dispatch/events.py), effects out (dispatch/effects.py); `now` is an argument; no IO. What it
-knows of workers stands in dispatch/fleet.py, whom it asks is decided in dispatch/placer.py.
+knows of workers stands in dispatch/fleet.py, who waits for them in dispatch/waiting_room.py.
 
 Rules
 - Every placement is a new attempt; what comes from another attempt, or from a worker that the attempt
@@ -39,7 +39,6 @@ workers (dispatch/placer.py), does not decide who is alive (dispatch/membership.
 
 from __future__ import annotations
 
-import enum
 import heapq
 from dataclasses import replace
 
@@ -51,12 +50,10 @@ from moonpool.core.protocol import (
     TokensReady,
 )
 from moonpool.dispatch.config import DispatchConfig
-from moonpool.dispatch.decision_log import DecisionLog
 from moonpool.dispatch.effects import (
     DispatchEffect,
     EmitTokens,
     EndRequest,
-    Placed,
     Placement,
     PrefixLeft,
     RetryReason,
@@ -74,9 +71,9 @@ from moonpool.dispatch.events import (
     WorkerMessageReceived,
 )
 from moonpool.dispatch.fleet import Fleet, RoomNews
-from moonpool.dispatch.placer import MatchPrefix, Placer, nothing_cached
-from moonpool.dispatch.request_queue import RequestQueue
-from moonpool.dispatch.request_record import DispatchState, OnWorkers, RequestRecord
+from moonpool.dispatch.placer import MatchPrefix, nothing_cached
+from moonpool.dispatch.request_record import DispatchState, RequestRecord
+from moonpool.dispatch.waiting_room import NeverFits, WaitingRoom
 from moonpool.errors import (
     CancelledByClientError,
     DeadlineExceededError,
@@ -99,15 +96,6 @@ from moonpool.inference.output import FinishReason, TokenRun
 _RETRY_AFTER_S = 2.0
 
 
-class _Placing(enum.Enum):
-    """What became of a queued request that was looked at."""
-
-    #: It is placed, or has ended.
-    DONE = enum.auto()
-    NO_DECODE_ROOM = enum.auto()
-    NO_PREFILL_ROOM = enum.auto()
-
-
 class Dispatcher:
     """See the file's head.
 
@@ -119,17 +107,13 @@ class Dispatcher:
         self._config = config
         self._match = match
         self._requests: dict[RequestId, RequestRecord] = {}
-        #: The QUEUED ones.
-        self._queue = RequestQueue()
         #: Heap of deadlines, requests' own and those of their waits; entries of ended requests are
         #: skipped, and swept when they are many.
         self._deadlines: list[tuple[float, RequestId]] = []
         self._fleet = Fleet(config)
-        self._placer = Placer(config.routing, self._fleet, match)
-        self._decisions = DecisionLog(config.num_kept_decisions)
+        #: The QUEUED ones.
+        self._waiting = WaitingRoom(config, self._fleet, match)
         self._is_draining = False
-        #: Set by what may make room, or leave nobody to wait for, so that the queue is looked at.
-        self._may_place = False
         self._effects: list[DispatchEffect] = []
 
     # -- the interface --
@@ -141,9 +125,10 @@ class Dispatcher:
                 self._on_worker_message(key, message, now)
             case LoadReported(key=key, load=load):
                 news = self._fleet.report(key, load)
-                self._may_place |= news is not RoomNews.NONE
                 if news is RoomNews.WORKERS:
-                    self._look_again()
+                    self._waiting.look_again()
+                elif news is not RoomNews.NONE:
+                    self._waiting.note_room()
             case RequestArrived():
                 self._on_request_arrived(event, now)
             case RequestCancelled(request_id=request_id):
@@ -152,7 +137,7 @@ class Dispatcher:
                 self._on_stopped(event)
             case WorkerJoined(info=info):
                 self._fleet.join(info)
-                self._look_again()
+                self._waiting.look_again()
             case WorkerLost(key=key):
                 self._on_worker_lost(key, now)
             case DrainRequested():
@@ -172,15 +157,14 @@ class Dispatcher:
         """When `tick` has something to do next, or None."""
         self._sweep_deadlines()
         times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._queue:
-            time = self._fleet.next_wakeup(now)
-            times += [time] if time is not None else []
+        time = self._waiting.next_wakeup(now)
+        times += [time] if time is not None else []
         return min(times, default=None)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait here for room."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def num_requests(self) -> int:
@@ -189,17 +173,15 @@ class Dispatcher:
 
     def decisions(self, request_id: RequestId) -> tuple[Placement, ...]:
         """Why one of the newest requests went where; empty if it is not known, or no longer."""
-        return self._decisions.get(request_id)
+        return self._waiting.decisions(request_id)
 
     def fork(self) -> Dispatcher:
         """An independent copy, for exploration."""
         fork = Dispatcher(self._config, match=self._match)
         fork._requests = {key: request.fork() for key, request in self._requests.items()}
-        fork._queue = self._queue.fork()
         fork._deadlines = list(self._deadlines)
         fork._fleet = self._fleet.fork()
-        fork._placer = self._placer.fork(fork._fleet)
-        fork._decisions = self._decisions.fork()
+        fork._waiting = self._waiting.fork(fork._requests, fork._fleet)
         fork._is_draining = self._is_draining
         return fork
 
@@ -208,16 +190,20 @@ class Dispatcher:
         return (
             tuple(sorted(request.key() for request in self._requests.values())),
             self._fleet.key(),
-            self._placer.key(),
-            self._queue.key(),
+            self._waiting.key(),
             self._is_draining,
         )
 
     def validate(self) -> None:
         """Check every invariant; for tests and debugging."""
         assert not self._effects
-        queued = [r.request.age for r in self._requests.values() if r.state is DispatchState.QUEUED]
-        self._queue.validate(queued)
+        self._waiting.validate(
+            {
+                request_id: request
+                for request_id, request in self._requests.items()
+                if request.state is DispatchState.QUEUED
+            }
+        )
         decoding: dict[WorkerKey, set[RequestId]] = {}
         prefilling: dict[WorkerKey, set[RequestId]] = {}
         deadlines = set(self._deadlines)
@@ -272,7 +258,7 @@ class Dispatcher:
             error = TenantLimitError(words, retry_after_s=_RETRY_AFTER_S)
             self._append_end(request, None, error)
             return
-        if len(self._queue) >= self._config.max_queued_requests:
+        if len(self._waiting) >= self._config.max_queued_requests:
             self._append_end(request, None, OverloadedError("too many requests wait for a worker"))
             return
         self._requests[request.request_id] = request
@@ -445,7 +431,7 @@ class Dispatcher:
 
     def _on_worker_lost(self, key: WorkerKey, now: float) -> None:
         self._fleet.lose(key)
-        self._look_again()
+        self._waiting.look_again()
         for request in list(self._requests.values()):
             placed = request.placed
             if placed is None or key not in (placed.decode, placed.prefill):
@@ -463,76 +449,10 @@ class Dispatcher:
             elif key == placed.decode:
                 self._fail_attempt(request, RetryReason.LOST, f"{key.worker_id} lost")
 
-    # -- placement --
-
-    def _place_queued(self, now: float) -> None:
-        """Place whom there is room for, the oldest first.
-
-        Nobody passes a request that waits for a decode worker. One that waits for a prefill worker
-        is passed by those that need none: they do not take what it waits for.
-        """
-        while (request_id := self._queue.next()) is not None:
-            match self._place(self._requests[request_id], now):
-                case _Placing.NO_DECODE_ROOM:
-                    return
-                case _Placing.NO_PREFILL_ROOM:
-                    self._queue.pass_over(request_id)
-                case _Placing.DONE:
-                    pass
-
-    def _place(self, request: RequestRecord, now: float) -> _Placing:
-        """Place a queued request, or end it if it fits nowhere; else nothing changes."""
-        value = request.request
-        if request.emitted:
-            value = replace(value, emitted_token_ids=tuple(request.emitted))
-        decision = self._placer.decide(
-            value,
-            attempt=request.attempt + 1,
-            unfit=request.unfit,
-            lost=request.lost_sources,
-        )
-        if decision.decode.can_never_fit:
-            error = InvalidRequestError(
-                f"{value.num_tokens} tokens do not fit on any worker",
-                code="prompt_too_large_for_deployment",
-            )
-            self._fail(request, error)
-            return _Placing.DONE
-        if decision.decode.key is None:
-            return _Placing.NO_DECODE_ROOM
-        if decision.lacks_prefill_room:
-            return _Placing.NO_PREFILL_ROOM
-        self._queue.remove(value.age)
-        target = self._placer.begin(request.request_id, decision)
-        request.attempt += 1
-        request.num_held_tokens = decision.num_held_tokens
-        request.state = DispatchState.PLACED
-        peer = target.plan.peer
-        request.placed = OnWorkers(
-            decode=target.decode,
-            prefill=target.prefill,
-            has_store_peer=peer is not None and peer.is_store,
-        )
-        placement = Placement(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            record=decision,
-            placed_at=now,
-            previous_outcome=request.outcome,
-            previous_end=request.retry_reason,
-        )
-        self._decisions.add(placement)
-        self._effects.append(Placed(placement=placement))
-        deadline_s = max(request.deadline_at - now, 0.0)
-        self._effects += self._placer.messages(value, target, request.attempt_id, deadline_s)
-        return _Placing.DONE
-
     # -- states --
 
     def _enqueue(self, request: RequestRecord) -> None:
-        request.state = DispatchState.QUEUED
-        self._queue.add(request.request.age)
-        self._may_place = True
+        self._waiting.add(request)
         if not request.emitted and not request.is_queue_timed:
             request.is_queue_timed = True
             heapq.heappush(self._deadlines, (request.queue_deadline_at, request.request_id))
@@ -607,10 +527,10 @@ class Dispatcher:
     ) -> None:
         del self._requests[request.request_id]
         if request.state is DispatchState.QUEUED:
-            self._queue.remove(request.request.age)
+            self._waiting.remove(request)
         self._append_end(request, finish_reason, error)
         self._abort(request)
-        self._may_place = True
+        self._waiting.note_room()
 
     def _append_end(
         self,
@@ -660,20 +580,18 @@ class Dispatcher:
     # -- plumbing --
 
     def _finish_turn(self, now: float) -> list[DispatchEffect]:
-        if self._queue and self._fleet.expire(now):
-            self._look_again()
-        if self._may_place:
-            self._may_place = False
-            self._place_queued(now)
-            # Placing may have ended a request that never fits; nothing else is left to place.
-            self._may_place = False
+        self._waiting.expire(now)
+        while (found := self._waiting.place_next(now)) is not None:
+            if isinstance(found, NeverFits):
+                error = InvalidRequestError(
+                    f"{found.num_tokens} tokens do not fit on any worker",
+                    code="prompt_too_large_for_deployment",
+                )
+                self._fail(found.request, error)
+            else:
+                self._effects += found
         effects, self._effects = self._effects, []
         return effects
-
-    def _look_again(self) -> None:
-        """Who may be asked has changed."""
-        self._may_place = True
-        self._queue.look_again()
 
     def _sweep_deadlines(self) -> None:
         heap = self._deadlines
