@@ -160,7 +160,7 @@ async def test_a_snapshot_is_up_to_date_without_a_broker() -> None:
     chain = make_chain("abcd")
     async with stage(is_up=False) as s:
         s.publisher.take([stored(chain)])
-        snapshot = s.publisher.snapshot()
+        snapshot = await s.publisher.snapshot()
         assert snapshot.keys.tolist() == block_keys(chain).tolist()
         assert s.publisher.head == snapshot.head
         await s.settled()
@@ -175,6 +175,26 @@ async def test_a_snapshot_is_up_to_date_without_a_broker() -> None:
         assert not index.load_snapshot(KEY, snapshot)
         assert index.match(block_keys(chain)) == {KEY: 3}
         index.validate()
+
+
+async def test_a_large_snapshot_is_made_in_turns_with_others_and_of_one_moment() -> None:
+    chain = make_chain(range(20_000))
+    async with stage(is_up=False) as s:
+        s.publisher.take([stored(chain)])
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(s.publisher.snapshot())
+            num_turns = 0
+            while s.publisher.head.count < len(chain):
+                await asyncio.sleep(0)
+                num_turns += 1
+            # A part of the change each.
+            assert num_turns >= 20
+            assert not asked.done()
+            s.publisher.take([BlockRemoved(hashes=(chain[-1],))])
+            assert s.publisher.num_held(block_keys(chain)) == len(chain) - 1
+        snapshot = asked.result()
+        assert snapshot.is_consistent()
+        assert snapshot.head.count in (len(chain), len(chain) - 1)
 
 
 async def test_a_large_change_leaves_in_parts_each_with_its_sequence() -> None:
@@ -195,7 +215,7 @@ async def test_a_large_change_leaves_in_parts_each_with_its_sequence() -> None:
             True,
             True,
         ]
-        assert not short.load_snapshot(KEY, s.publisher.snapshot())
+        assert not short.load_snapshot(KEY, await s.publisher.snapshot())
         assert short.match(block_keys(chain)) == {KEY: 10}
 
 
@@ -211,7 +231,7 @@ async def test_between_the_parts_of_a_large_change_others_have_their_turn(
             while (sequence := s.publisher.head.sequence) < 4:
                 seen.append(sequence)
                 if is_asked_meanwhile and sequence == 2:
-                    assert s.publisher.snapshot().head.count == 10
+                    assert (await s.publisher.snapshot()).head.count == 10
                 await asyncio.sleep(0)
         assert set(seen) == ({0, 1, 2} if is_asked_meanwhile else {0, 1, 2, 3})
         await s.until_heard(4)
@@ -226,7 +246,7 @@ async def test_a_broker_that_takes_no_such_message_does_no_harm(num_changes: int
             s.publisher.take([stored(chain[number:][:1], chain[number - 1] if number else None)])
             await s.settled()
         assert s.num_batches("unsent") == num_changes
-        assert s.publisher.snapshot().head.count == num_changes
+        assert (await s.publisher.snapshot()).head.count == num_changes
 
 
 async def test_a_change_that_is_lost_on_purpose_is_missed_by_who_follows() -> None:

@@ -95,7 +95,8 @@ class IndexedRouter:
             if set(index.workers) != {worker.key for worker in workers}:
                 return False
             for worker in workers:
-                keys = np.sort(worker.worker.service.shell.kv.snapshot().keys)
+                snapshot = await worker.worker.service.shell.kv.snapshot()
+                keys = np.sort(snapshot.keys)
                 if len(keys) != await worker.num_cached():
                     return False
                 if not np.array_equal(index.keys_of(worker.key), keys):

@@ -1,4 +1,4 @@
-"""Cache events as they are merged for a reader that sleeps, and split for messages of a bounded size."""
+"""Cache events as they are merged for a reader that sleeps, and taken in parts of a bounded size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from moonpool.kv.events import (
     CacheEvent,
     CacheEventLog,
     merge_cache_events,
-    split_cache_events,
 )
 from support.kv import make_chain
 
@@ -79,8 +78,13 @@ def test_a_log_knows_whether_it_has_news() -> None:
 def test_parts_hold_few_blocks_and_say_the_same(max_blocks: int) -> None:
     (b,) = make_chain("ab")[1:]
     before = (stored("ab"),)
-    events = (removed(b), stored("xyz"), stored("qr", after="x"), stored("b", after="a"))
-    parts = list(split_cache_events(events, max_blocks))
+    events = (removed(b), stored("xyz"), stored("qr", after="x"), stored("c", after="a"))
+    log = CacheEventLog()
+    log.add(events)
+    assert log.num_blocks == num_blocks(events)
+    parts = []
+    while log:
+        parts.append(log.take(max_blocks))
     sizes = [num_blocks(part) for part in parts]
     assert sizes[:-1] == [max_blocks] * (len(parts) - 1)
     assert 0 < sizes[-1] <= max_blocks
@@ -88,11 +92,19 @@ def test_parts_hold_few_blocks_and_say_the_same(max_blocks: int) -> None:
     assert parents([*before, *flat]) == parents([*before, *events])
 
 
-def test_nothing_makes_no_part_and_a_clearing_makes_one() -> None:
+def test_a_clearing_goes_with_the_first_part_and_what_is_left_goes_on_merging() -> None:
     cleared = AllBlocksCleared()
-    assert list(split_cache_events((), 4)) == []
-    assert list(split_cache_events((cleared,), 4)) == [(cleared,)]
-    assert list(split_cache_events((cleared, stored("ab")), 1)) == [
-        (cleared, stored("a")),
-        (stored("b", after="a"),),
-    ]
+    log = CacheEventLog()
+    assert log.take(4) == ()
+    log.add((cleared,))
+    assert log.take(4) == (cleared,)
+    log.add((cleared, stored("abc")))
+    assert log.take(1) == (cleared, stored("a"))
+    log.add((removed(make_chain("abc")[2]),))
+    assert log.take(4) == (stored("b", after="a"),)
+    assert not log
+    log.add((removed(*make_chain("ab")), stored("x")))
+    assert log.take(1) == (removed(*make_chain("a")),)
+    # It was not told to have gone.
+    log.add((stored("b", after="a"),))
+    assert log.take() == (stored("x"),)

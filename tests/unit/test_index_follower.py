@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -219,3 +220,32 @@ def test_a_stream_that_comes_back_is_a_new_start(
     assert follower.tick(2.0) == [ask(AskReason.JOINED)]
     follower.on_snapshot(KEY, worker.set.snapshot(), 2.1)
     assert num_found(follower) == 4
+
+
+def test_who_is_lost_while_its_snapshot_is_loaded_is_asked_anew(
+    follower: IndexFollower, worker: Published
+) -> None:
+    worker.store(*make_chain(range(20_000)))
+    follower.on_head(KEY, worker.set.head, 1.0)
+    follower.tick(1.25)
+    pieces = follower.loading(KEY, worker.set.snapshot(), 1.3)
+    next(pieces)
+    # Nobody is asked twice at a time.
+    assert follower.tick(1.4) == []
+    follower.on_lost(KEY)
+    follower.on_joined(INFO, 1.5)
+    assert list(pieces) == []
+    assert follower.tick(1.5) == [ask(AskReason.JOINED)]
+    follower.on_snapshot(KEY, worker.set.snapshot(), 1.6)
+    assert follower.index.head(KEY) == worker.set.head
+
+
+def test_a_snapshot_that_contradicts_itself_is_no_answer(
+    follower: IndexFollower, worker: Published
+) -> None:
+    worker.store(*CHAIN)
+    follower.on_head(KEY, worker.set.head, 1.0)
+    follower.tick(1.25)
+    snapshot = worker.set.snapshot()
+    follower.on_snapshot(KEY, replace(snapshot, keys=snapshot.keys[:3]), 1.3)
+    assert (num_found(follower), follower.tick(1.45)) == (0, [ask(AskReason.GAP, is_repeated=True)])

@@ -457,3 +457,42 @@ def test_keys_are_those_of_hashes() -> None:
     assert batch is not None
     index.apply(A, batch)
     assert index.match(block_keys(event.hashes)) == {A: 1}
+
+
+def test_a_large_snapshot_is_loaded_in_pieces_and_batches_wait_meanwhile(
+    index: PrefixIndex, a: Worker, b: Worker
+) -> None:
+    index.apply(A, a.store("abc"))
+    index.apply(B, b.store("ab"))
+    a.clear()
+    large = tuple(make_chain(range(20_000)))
+    a.published.apply([BlockStored(hashes=large, parent_hash=None)])
+    snapshot = a.published.snapshot()
+    pieces = index.loading(A, snapshot)
+    lengths = []
+    for _ in pieces:
+        index.validate()
+        assert index.needs_snapshot(A)
+        lengths.append(index.match(block_keys(large))[A])
+        if len(lengths) == 1:
+            # What stood here before is gone, that of others is not; what comes is held.
+            assert match(index, "abc") == {B: 2}
+            assert index.apply(A, a.store("xyz"))
+            assert index.note_head(A, a.published.head)
+    assert len(lengths) == 5
+    assert lengths == sorted(lengths)
+    assert stands(index, a)
+    assert match(index, "xyz") == {A: 3}
+
+
+def test_who_is_lost_while_a_snapshot_is_loaded_holds_nothing(
+    index: PrefixIndex, a: Worker
+) -> None:
+    a.published.apply([BlockStored(hashes=tuple(make_chain(range(20_000))), parent_hash=None)])
+    pieces = index.loading(A, a.published.snapshot())
+    next(pieces)
+    index.lose(A)
+    index.join(A)
+    assert list(pieces) == []
+    assert index.num_blocks == 0
+    assert not index.load_snapshot(A, a.published.snapshot())

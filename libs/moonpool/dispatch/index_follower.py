@@ -25,6 +25,7 @@ Life of a worker
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moonpool.ids import WorkerKey
@@ -139,13 +140,27 @@ class IndexFollower:
 
     def on_snapshot(self, key: WorkerKey, snapshot: SetSnapshot, now: float) -> None:
         """The answer to AskSnapshot."""
+        if snapshot.is_consistent():
+            for _ in self.loading(key, snapshot, now):
+                pass
+        else:
+            self.on_not_answered(key, now)
+
+    def loading(self, key: WorkerKey, snapshot: SetSnapshot, now: float) -> Iterator[None]:
+        """The answer to AskSnapshot, which is consistent, in pieces; go through all of them.
+
+        Between two of them anything may happen.
+        """
         followed = self._workers.get(key)
         if followed is None:
             return
+        before = self._index.head(key)
+        yield from self._index.loading(key, snapshot)
+        if self._workers.get(key) is not followed:
+            return
         followed.is_asked = False
         followed.is_new = False
-        before = self._index.head(key)
-        needs_more = self._index.load_snapshot(key, snapshot)
+        needs_more = self._index.needs_snapshot(key)
         if needs_more and self._index.head(key) == before:
             self._retry(followed, now)
             return

@@ -5,8 +5,9 @@ An event is a hint: it says what could be found when it was taken; the owner loc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from moonpool.ids import BlockHash
 
@@ -87,16 +88,28 @@ class CacheEventLog:
         self._removed.clear()
         self._is_cleared = True
 
-    def take(self) -> tuple[CacheEvent, ...]:
-        """Removals first, then runs of stored blocks, parents before children; empties the log."""
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there is something to tell of."""
+        return len(self._stored) + len(self._removed)
+
+    def take(self, max_blocks: int | None = None) -> tuple[CacheEvent, ...]:
+        """Removals first, then runs of stored blocks, parents before children.
+
+        Args:
+            max_blocks: What is beyond that many blocks stays in the log, and goes on merging; None: all is taken.
+        """
+        removed, stored = list(islice(self._removed, max_blocks)), self._stored
+        if max_blocks is not None and self.num_blocks > max_blocks:
+            stored = dict(islice(stored.items(), max_blocks - len(removed)))
         events: list[CacheEvent] = []
         if self._is_cleared:
             events.append(AllBlocksCleared())
-        if self._removed:
-            events.append(BlockRemoved(hashes=tuple(self._removed)))
+        if removed:
+            events.append(BlockRemoved(hashes=tuple(removed)))
         run: list[BlockHash] = []
         run_parent: BlockHash | None = None
-        for block_hash, parent_hash in self._stored.items():
+        for block_hash, parent_hash in stored.items():
             if run and run[-1] != parent_hash:
                 events.append(BlockStored(hashes=tuple(run), parent_hash=run_parent))
                 run = []
@@ -105,10 +118,19 @@ class CacheEventLog:
             run.append(block_hash)
         if run:
             events.append(BlockStored(hashes=tuple(run), parent_hash=run_parent))
-        self._stored.clear()
-        self._removed.clear()
-        self._is_cleared = False
+        self._forget(removed, stored)
         return tuple(events)
+
+    def _forget(self, removed: list[BlockHash], stored: dict[BlockHash, BlockHash | None]) -> None:
+        self._is_cleared = False
+        if len(removed) + len(stored) == self.num_blocks:
+            self._stored.clear()
+            self._removed.clear()
+            return
+        for block_hash in removed:
+            del self._removed[block_hash]
+        for block_hash in stored:
+            del self._stored[block_hash]
 
 
 def merge_cache_events(
@@ -121,38 +143,3 @@ def merge_cache_events(
     log.add(older)
     log.add(newer)
     return log.take()
-
-
-def split_cache_events(
-    events: Iterable[CacheEvent], max_blocks: int
-) -> Iterator[tuple[CacheEvent, ...]]:
-    """The same changes in parts of at most `max_blocks` blocks each, in order; none is empty."""
-    assert max_blocks > 0, max_blocks
-    part: list[CacheEvent] = []
-    num_blocks = 0
-    for event in events:
-        if isinstance(event, AllBlocksCleared):
-            part.append(event)
-            continue
-        start = 0
-        while start < len(event.hashes):
-            if num_blocks == max_blocks:
-                yield tuple(part)
-                part, num_blocks = [], 0
-            end = min(start + max_blocks - num_blocks, len(event.hashes))
-            part.append(_piece(event, start, end))
-            num_blocks += end - start
-            start = end
-    if part:
-        yield tuple(part)
-
-
-def _piece(event: BlockStored | BlockRemoved, start: int, end: int) -> BlockStored | BlockRemoved:
-    """Blocks [start, end) of an event."""
-    if end - start == len(event.hashes):
-        return event
-    hashes = event.hashes[start:end]
-    if isinstance(event, BlockRemoved):
-        return BlockRemoved(hashes=hashes)
-    parent_hash = event.hashes[start - 1] if start else event.parent_hash
-    return BlockStored(hashes=hashes, parent_hash=parent_hash)

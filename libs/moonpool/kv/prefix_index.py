@@ -33,18 +33,21 @@ Memory: what workers announced (kv/key_table.py), and the batches held, bounded 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from moonpool.ids import WorkerKey
-from moonpool.kv.block_key import KeyArray, are_distinct, keys_digest
+from moonpool.kv.block_key import KeyArray, keys_digest
 from moonpool.kv.expected_blocks import ExpectedBlocks
 from moonpool.kv.key_table import DictKeyTable, KeyTable
 from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, SetHead, SetSnapshot
 from moonpool.kv.replaced_incarnations import ReplacedIncarnations
 
 _WRAP = 2**64
+#: Of a snapshot, as many as the table takes up in a millisecond or two.
+_PIECE_KEYS = 4_096
 
 
 @dataclass(slots=True)
@@ -151,22 +154,45 @@ class PrefixIndex:
 
         One that is older than what stands here, or that contradicts itself, changes nothing.
         """
+        if snapshot.is_consistent():
+            for _ in self.loading(worker, snapshot):
+                pass
+        return self.needs_snapshot(worker)
+
+    def loading(self, worker: WorkerKey, snapshot: SetSnapshot) -> Iterator[None]:
+        """Load a snapshot that is consistent in pieces; go through all of them.
+
+        Between two pieces anything may happen but another loading for this worker. Of it the index then
+        knows a part; it is wrong, and batches are held, until all is loaded.
+        """
         follower = self._followers.get(worker)
         if follower is None:
-            return False
+            return
         follower.expected.on_word()
-        head = snapshot.head
+        head, number = snapshot.head, follower.number
         is_older = head.sequence < follower.head.sequence
         is_known = head.sequence == follower.head.sequence and not follower.is_wrong
-        if not (is_older or is_known) and _is_consistent(snapshot):
-            self._table.drop(follower.number)
-            self._table.add(snapshot.keys, follower.number)
-            follower.head = head
-            follower.is_wrong = False
-            if follower.heard.sequence <= head.sequence:
-                follower.heard = head
-            self._apply_held(follower)
-        return follower.needs_snapshot
+        if is_older or is_known:
+            return
+        if follower.head.count:
+            self._table.drop(number)
+        follower.head = SetHead(sequence=head.sequence, count=0, digest=0)
+        follower.is_wrong = True
+        if follower.heard.sequence <= head.sequence:
+            follower.heard = head
+        for start in range(0, head.count, _PIECE_KEYS):
+            piece = snapshot.keys[start : start + _PIECE_KEYS]
+            num_stored, of_stored = self._table.add(piece, number)
+            follower.head = SetHead(
+                sequence=head.sequence,
+                count=follower.head.count + num_stored,
+                digest=(follower.head.digest + of_stored) % _WRAP,
+            )
+            yield
+            if self._followers.get(worker) is not follower:
+                return
+        follower.is_wrong = follower.head != head
+        self._apply_held(follower)
 
     def expect(self, worker: WorkerKey, keys: KeyArray) -> None:
         """The worker has just computed, or been given, this whole chain: its events will say so.
@@ -322,13 +348,3 @@ def _compare(follower: _Follower, head: SetHead) -> None:
     mine = follower.head
     if head is not mine and head.sequence == mine.sequence and head != mine:
         follower.is_wrong = True
-
-
-def _is_consistent(snapshot: SetSnapshot) -> bool:
-    keys = snapshot.keys
-    return (
-        snapshot.head.count == len(keys)
-        and snapshot.head.digest == keys_digest(keys)
-        and bool(np.all(keys))
-        and are_distinct(keys)
-    )

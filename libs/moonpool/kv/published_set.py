@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonpool.kv.block_key import KeyArray, block_keys, keys_digest
+from moonpool.kv.block_key import KeyArray, are_distinct, block_keys, keys_digest
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 _WRAP = 2**64
@@ -77,6 +77,16 @@ class SetSnapshot:
     #: uint64[head.count].
     keys: KeyArray
 
+    def is_consistent(self) -> bool:
+        """Whether the keys are those that the head tells of, each once. O(n log n), without the interpreter lock."""
+        keys = self.keys
+        return (
+            self.head.count == len(keys)
+            and self.head.digest == keys_digest(keys)
+            and bool(np.all(keys))
+            and are_distinct(keys)
+        )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SetSnapshot):
             return NotImplemented
@@ -130,6 +140,10 @@ class PublishedSet:
             if key not in self._keys:
                 return index
         return len(keys)
+
+    def keys(self) -> list[int]:
+        """The whole set at `head`, several times as fast as `snapshot`. O(blocks)."""
+        return list(self._keys)
 
     def snapshot(self) -> SetSnapshot:
         """The whole set at `head`. O(blocks)."""

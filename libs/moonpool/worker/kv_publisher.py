@@ -12,6 +12,7 @@ Rules
   3. A large change leaves as several batches, each a change of the set with a sequence of its own: no
      message is larger than a broker takes, and between two of them others have their turn.
   4. A snapshot, and what is looked up here, is up to date whether the broker is there or not.
+  5. A snapshot holds up nobody: it is made in turns with others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
 import structlog
 
 from moonpool.bus.protocol import Bus
@@ -28,7 +30,7 @@ from moonpool.errors import InvalidRequestError
 from moonpool.failpoints import Failpoints
 from moonpool.ids import WorkerKey
 from moonpool.kv.block_key import KeyArray
-from moonpool.kv.events import CacheEvent, CacheEventLog, split_cache_events
+from moonpool.kv.events import CacheEvent, CacheEventLog
 from moonpool.kv.published_set import EventBatch, PublishedSet, SetHead, SetSnapshot
 from moonpool.wire.kv_events import MAX_BATCH_BLOCKS, encode_kv_events
 from moonpool.worker.books import WorkerBooks
@@ -39,6 +41,8 @@ log = structlog.get_logger("moonpool.worker")
 MIN_INTERVAL_S = 0.05
 #: Of one batch: the set takes them up in two milliseconds. Far below what a message may have.
 BATCH_BLOCKS = 4_096
+#: Of a snapshot: two milliseconds.
+_KEYS_PER_TURN = 32_768
 
 
 class KvPublisher:
@@ -66,8 +70,6 @@ class KvPublisher:
         self._max_batch_blocks = max_batch_blocks
         self._min_interval_s = min_interval_s
         self._log = CacheEventLog()
-        #: What was taken from the log and has not reached the set, in parts of a batch each.
-        self._parts: deque[tuple[CacheEvent, ...]] = deque()
         self._set = PublishedSet()
         #: Changes of the set that have not left; sent, or dropped, together.
         self._batches: deque[EventBatch] = deque()
@@ -89,10 +91,19 @@ class KvPublisher:
         self._advance()
         return self._set.num_leading(keys)
 
-    def snapshot(self) -> SetSnapshot:
-        """All that the cache holds."""
-        self._advance()
-        return self._set.snapshot()
+    async def snapshot(self) -> SetSnapshot:
+        """All that the cache holds at one moment, made in turns with others: it may be a million blocks."""
+        while self._log:
+            self._take_part()
+            await asyncio.sleep(0)
+        head, numbers = self.head, self._set.keys()
+        keys = np.empty(len(numbers), np.uint64)
+        for start in range(0, len(numbers), _KEYS_PER_TURN):
+            piece = numbers[start : start + _KEYS_PER_TURN]
+            keys[start : start + len(piece)] = np.fromiter(piece, np.uint64, len(piece))
+            await asyncio.sleep(0)
+        keys.flags.writeable = False
+        return SetSnapshot(head=head, keys=keys)
 
     async def run(self, bus: Bus, subjects: Subjects) -> None:
         """Publish until cancelled."""
@@ -101,11 +112,12 @@ class KvPublisher:
         while True:
             await self._has_news.wait()
             self._has_news.clear()
-            if bus.is_connected:
-                self._take_log()
+            # What comes meanwhile is told next time.
+            num_due = max(self._log.num_blocks, 1)
             has_told = False
-            while self._batches or (self._parts and bus.is_connected):
+            while self._batches or (num_due > 0 and self._log and bus.is_connected):
                 if not self._batches:
+                    num_due -= self._max_batch_blocks
                     self._take_part()
                     # The loop is everybody's, and publishing need not wait.
                     await asyncio.sleep(0)
@@ -117,15 +129,12 @@ class KvPublisher:
 
     def _advance(self) -> None:
         """Bring the set up to the cache."""
-        self._take_log()
-        while self._parts:
+        while self._log:
             self._take_part()
 
-    def _take_log(self) -> None:
-        self._parts.extend(split_cache_events(self._log.take(), self._max_batch_blocks))
-
     def _take_part(self) -> None:
-        batch = self._set.apply(self._parts.popleft())
+        """What makes a batch, from the log to the set."""
+        batch = self._set.apply(self._log.take(self._max_batch_blocks))
         if batch is not None:
             self._batches.append(batch)
             self._has_news.set()

@@ -164,7 +164,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
         if worker != shell.hello.worker:
             raise FailedPreconditionError(f"This is {shell.hello.worker}, not {worker}.")
         shell.failpoints.hit("kv.before_snapshot")
-        for part in snapshot_to_pb(shell.kv.snapshot()):
+        for part in snapshot_to_pb(await shell.kv.snapshot()):
             yield part
 
     async def ClearCache(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802

@@ -31,7 +31,7 @@ from moonpool.ids import WorkerKey
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.prefix_index import PrefixIndex
-from moonpool.kv.published_set import SetHead
+from moonpool.kv.published_set import SetHead, SetSnapshot
 from moonpool.routing.prefix_matcher import PrefixMatcher
 from moonpool.routing.worker_view import WorkerInfo
 from moonpool.rpc.admin import fetch_snapshot
@@ -46,6 +46,7 @@ LONG_PROMPT_TOKENS = 8_192
 #: their turn.
 _BATCHES_PER_TURN = 16
 _KEYS_PER_BATCH = 1_024
+_KEYS_PER_TURN = 4_096
 
 log = structlog.get_logger("moonpool.router")
 
@@ -204,12 +205,24 @@ class IndexFeed:
             self._books.index_snapshot(is_loaded=False)
             self._follower.on_not_answered(key, self._clock.now())
         else:
-            self._books.index_snapshot(is_loaded=True)
-            self._follower.on_snapshot(key, snapshot, self._clock.now())
-            self._reuse.on_stored(snapshot.keys)
+            await self._take_up(key, snapshot)
         if self._asking.get(key) is asyncio.current_task():
             del self._asking[key]
         self._wakeup.set()
+
+    async def _take_up(self, key: WorkerKey, snapshot: SetSnapshot) -> None:
+        """A worker has answered: perhaps with a million blocks, and the loop is everybody's."""
+        is_consistent = await asyncio.to_thread(snapshot.is_consistent)
+        self._books.index_snapshot(is_loaded=is_consistent)
+        if not is_consistent:
+            log.warning("index.snapshot_contradicts_itself", worker=str(key))
+            self._follower.on_not_answered(key, self._clock.now())
+            return
+        for _ in self._follower.loading(key, snapshot, self._clock.now()):
+            await asyncio.sleep(0)
+        for start in range(0, len(snapshot.keys), _KEYS_PER_TURN):
+            self._reuse.on_stored(snapshot.keys[start : start + _KEYS_PER_TURN])
+            await asyncio.sleep(0)
 
     def _note(self, effect: AskSnapshot) -> None:
         if effect.is_repeated:
