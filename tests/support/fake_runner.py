@@ -119,9 +119,6 @@ class FakeRunner:
         mark.layer_done(0)
         return StepResult(step=plan.step, tokens=tuple(tokens), timing=StepTiming(forward_s=0.001))
 
-    def copy_block(self, source: int, target: int) -> None:
-        self._memory[target] = self._memory[source]
-
     def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         """KV values of the first tokens of a sequence that lies in these blocks."""
         return self.pool[list(block_ids)].reshape(-1)[:num_tokens].tolist()

@@ -76,9 +76,6 @@ class SharedPoolRunner:
         self._check_layers(plan)
         return self._inner.run(plan, _LayerSpreader(self, plan, mark))
 
-    def copy_block(self, source: int, target: int) -> None:
-        self._numbers[target] = self._numbers[source]
-
     def spread(self, plan: StepPlan, mark: LayerMark) -> None:
         """Write every layer of the step's blocks, and mark it."""
         blocks = np.unique(

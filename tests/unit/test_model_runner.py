@@ -160,14 +160,6 @@ def test_a_row_that_is_not_finite_fails_alone(model_dir: ModelDir) -> None:
     assert result.tokens == (good, ())
 
 
-def test_a_copied_block_continues_like_its_source(model_dir: ModelDir) -> None:
-    engine = Engine(model_dir)
-    engine.run(make_row([5, 6, 7], [1], sample=None))
-    engine.runner.copy_block(1, 9)
-    tokens = [engine.run(make_row([8], [block], start=3)).tokens for block in (1, 9)]
-    assert tokens[0] == tokens[1]
-
-
 def test_bfloat16_stores_half_the_bytes_and_stays_close(model_dir: ModelDir) -> None:
     engine, exact = Engine(model_dir, "bfloat16"), Engine(model_dir)
     assert 2 * len(engine.buffer) == len(exact.buffer)

@@ -106,7 +106,3 @@ class Runner(Protocol):
     def run(self, plan: StepPlan, mark: LayerMark) -> StepResult:
         """Compute the plan; calls `mark.layer_done` once for every layer, in order."""
         ...
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy all layers of a block (a fork's last partial block)."""
-        ...

@@ -125,10 +125,6 @@ class KvPool:
         """Writes whole blocks, `kv` [2, rows, kv_heads, tokens, head_dim] in the order of `read`."""
         self._head_rows[layer].index_copy_(0, head_index, kv.reshape(-1, self._head_width))
 
-    def copy_block(self, source: int, target: int) -> None:
-        """All layers of block `source` to block `target`."""
-        self._blocks[target].copy_(self._blocks[source])
-
 
 def _end_bytes(layout: KvLayout, group: KvGroup) -> int:
     """First byte after the last plane of the last block and layer."""

@@ -83,7 +83,3 @@ class DevicePool:
         blocks = zero_tails[tails, 0].astype(np.int64)
         index = torch.from_numpy(np.stack((blocks, offsets))).to(self.device)
         self._blocks[index[0], :, :, :, index[1]] = 0
-
-    def copy_block(self, source: int, target: int) -> None:
-        """All layers of block `source` to block `target`."""
-        self._blocks[target].copy_(self._blocks[source])

@@ -97,10 +97,6 @@ class DeviceRunner:
         with torch.inference_mode():
             return self._run(plan, mark)
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies all layers of a block."""
-        self._pool.copy_block(source, target)
-
     def _run(self, plan: StepPlan, mark: LayerMark) -> StepResult:
         started = time.perf_counter()
         batch = build_batch(plan, self._last_tokens, self._pool.block_size)
