@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field, StringConstraints, ValidationError
 
@@ -28,7 +28,10 @@ from moonpool.config.schema import (
     WorkerSettings,
 )
 from moonpool.errors import ConfigError
-from moonpool.kv.layout import KvDtype
+
+if TYPE_CHECKING:
+    # With it numpy comes, which nobody needs in order to read a document.
+    from moonpool.kv.layout import KvDtype
 
 #: Largest document.
 MAX_DOCUMENT_BYTES = 1 << 20
