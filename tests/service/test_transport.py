@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -32,6 +34,7 @@ from moonpool.wire import kv_read
 from support.kv_source import (
     ALL_TRANSPORTS,
     SMALL,
+    UCX_BY_NAME,
     block_read,
     leaf_bytes,
     make_transport,
@@ -474,6 +477,20 @@ async def test_a_source_that_cannot_start_says_why() -> None:
             await source.start()
     finally:
         await source.stop()
+        memory.close()
+
+
+async def test_a_source_that_does_not_take_leave_is_killed() -> None:
+    memory = WorkerMemory.create(SMALL)
+    source = NixlSource(name="s@1", pool_fd=memory.pool.fd, ucx=UCX_BY_NAME["nixl-tcp"], stop_s=0.1)
+    try:
+        await source.start()
+        assert source.pid is not None
+        os.kill(source.pid, signal.SIGSTOP)
+        await source.stop()
+        with pytest.raises(ProcessLookupError):
+            os.kill(source.pid, 0)
+    finally:
         memory.close()
 
 

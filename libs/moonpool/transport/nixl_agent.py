@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,14 @@ class NixlAgent:
             return bool(self._agent.check_xfer_state(handle) == "DONE")
 
     def release(self, handle: Any) -> None:
-        """Forget a READ that is done or failed. Holds the interpreter lock."""
+        """Forget a READ that is done or failed. Holds the interpreter lock.
+
+        Raises:
+            NixlError: NIXL does not let go of it; `close` does.
+        """
+        with self._telling():
+            handle.release()
         self._handles.discard(handle)
-        handle.release()
 
     def progress(self) -> None:
         """Answer peers that connect or read."""
@@ -182,7 +187,8 @@ class NixlAgent:
         Holds the interpreter lock.
         """
         for handle in self._handles:
-            handle.release()
+            with suppress(*self._errors):
+                handle.release()
         self._handles.clear()
         # The native agent ends with its last reference: sockets and queue pairs are closed, and
         # the memory is taken from the NIC.

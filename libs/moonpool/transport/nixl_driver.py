@@ -4,16 +4,19 @@ All but `start`, `join` and `send` runs in the thread. What it has to say it tel
 
 How a read goes, from the thread's side
 1. It posts the job. Over shared memory that is the copy itself; else UCX has begun to move bytes.
-2. It asks for the oldest job of each peer, so the jobs of one peer end in order. Asking makes progress; the
-   pause between two looks is a fraction of the time since something moved.
+2. It asks for the oldest job of each peer that somebody waits for, so those of one peer end in order, and for
+   every one that was dropped. Asking makes progress; the pause between two looks is a fraction of the time since
+   something moved.
 3. It is done, and its copy is checked, while it is warm in the cache and without another change of threads;
    or it failed: the peer is lost, its agent is removed, and all its jobs end. A READ that could not even be
    posted loses the peer too, but ends no other job: what is in flight may still be written.
 
 A job that is dropped before 1 is not posted. A READ in flight cannot be recalled, so a job that is dropped
-later still ends by 3, if it must by the fence: FENCE_S after it was dropped the whole agent is torn down, and
-with it every connection and every job. Only a peer that is reached through its own software (TCP) and stands
-still comes to that; the next connection makes a new agent.
+later still ends by 3, if it must by the fence: the whole agent is torn down, and with it every connection and
+every job; the next connection makes a new agent. That costs other peers' readers theirs, so it comes only to a
+peer that is reached through its own software (TCP) and stands still:
+- nobody waits for anything of it any more, and for FENCE_S none of it has ended; or
+- somebody does, who may be waiting for a long READ, but for STANDSTILL_S none of it has ended.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ from moonpool.transport.nixl_job import NixlConnection, NixlJob
 
 log = structlog.get_logger("moonpool.transport")
 
-#: A read that was given up and does not end by itself is ended, with the agent, after this.
+#: Reads of a peer that were all given up and do not end by themselves are ended, with the agent, after this.
 FENCE_S = 1.0
+#: The same, while others of that peer are not given up.
+STANDSTILL_S = 10.0
 #: The longest pause between two looks while reads are in flight, and the pause while there are none.
 _MAX_BUSY_PAUSE_S = 2e-3
 _IDLE_PAUSE_S = 50e-3
@@ -68,6 +73,18 @@ class _Remote:
     connections: set[NixlConnection] = field(default_factory=set)
     #: In flight, in order.
     jobs: deque[NixlJob] = field(default_factory=deque)
+    #: When one of them last ended, or the first of them was posted.
+    moved_at: float = 0.0
+
+    def is_stuck(self, now: float) -> bool:
+        """Somebody waits for a READ to be over that does not end."""
+        dropped_at = [job.dropped_at for job in self.jobs if job.dropped_at is not None]
+        if not dropped_at:
+            return False
+        is_any_wanted = any(job.dropped_at is None and not job.is_probe for job in self.jobs)
+        if is_any_wanted:
+            return now - max(self.moved_at, min(dropped_at)) >= STANDSTILL_S
+        return now - max(self.moved_at, *dropped_at) >= FENCE_S
 
 
 class NixlDriver:
@@ -79,6 +96,8 @@ class NixlDriver:
         ucx: See NixlAgent.
         news: Told on the loop.
         tell: Has the loop do something, in order.
+        agent_type: NixlAgent, or what stands in for it.
+        monotonic: The time in seconds.
     """
 
     def __init__(
@@ -89,12 +108,16 @@ class NixlDriver:
         ucx: Mapping[str, str] | None,
         news: NixlNews,
         tell: Callable[[Callable[[], None]], object],
+        agent_type: Callable[..., NixlAgent] = NixlAgent,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._targets = targets
         self._ucx = ucx
         self._news = news
         self._tell = tell
+        self._agent_type = agent_type
+        self._monotonic = monotonic
         self._thread = threading.Thread(target=self._run, name="moonpool-nixl", daemon=True)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._agent: NixlAgent | None = None
@@ -102,7 +125,7 @@ class NixlDriver:
         self._remotes: dict[str, _Remote] = {}
         self._is_stopping = False
         #: When something last moved.
-        self._moved_at = time.monotonic()
+        self._moved_at = self._monotonic()
 
     # -- from the loop --
 
@@ -127,7 +150,9 @@ class NixlDriver:
     def make_agent(self) -> NixlAgent:
         """Raises NixlUnusableError: In words."""
         self._num_agents += 1
-        self._agent = NixlAgent(f"{self._name}/{self._num_agents}", self._targets, ucx=self._ucx)
+        self._agent = self._agent_type(
+            f"{self._name}/{self._num_agents}", self._targets, ucx=self._ucx
+        )
         return self._agent
 
     def open(self, metadata: bytes, name: str) -> NixlConnection:
@@ -154,7 +179,7 @@ class NixlDriver:
             self._end(job, peer_lost(f"{job.connection.name} was closed or lost"))
             return
         assert self._agent is not None
-        self._moved_at = time.monotonic()
+        self._moved_at = self._monotonic()
         try:
             if len(job.remote):
                 job.handle = self._agent.read(remote.name, job.remote, job.local)
@@ -162,13 +187,15 @@ class NixlDriver:
             self._read_no_more(remote, str(error))
             self._end(job, peer_lost(f"{remote.name}: {error}"))
             return
+        if not remote.jobs:
+            remote.moved_at = self._moved_at
         remote.jobs.append(job)
         self._advance(remote)
 
     def drop(self, job: NixlJob) -> None:
         """Nobody wants it any more."""
         if job.handle is not None:
-            job.fence_at = time.monotonic() + FENCE_S
+            job.dropped_at = self._monotonic()
 
     def forget(self, connection: NixlConnection) -> None:
         """Let go of a peer, once its reads have ended."""
@@ -187,17 +214,24 @@ class NixlDriver:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                was_told = self._obey(self._pause_s)
-                if self._is_busy:
-                    self._look()
-                elif not was_told and self._agent is not None:
-                    self._agent.progress()
+                self.turn()
         finally:
             try:
                 if self._agent is not None:
                     self._agent.close()
             finally:
                 self._tell(self._news.on_over)
+
+    def turn(self) -> None:
+        """Wait a little for commands and obey them, then have bytes move. An agent that fails is replaced."""
+        try:
+            was_told = self._obey(self._pause_s)
+            if self._is_busy:
+                self._look()
+            elif not was_told and self._agent is not None:
+                self._agent.progress()
+        except NixlError as error:
+            self._tear_down(str(error))
 
     def _obey(self, timeout_s: float) -> bool:
         """Wait for a command, at most so long, and do all that are there; False if none came."""
@@ -215,13 +249,10 @@ class NixlDriver:
         """Have bytes move, and end what is done."""
         for remote in list(self._remotes.values()):
             self._advance(remote)
-        now = time.monotonic()
-        if any(
-            job.fence_at is not None and now >= job.fence_at
-            for remote in self._remotes.values()
-            for job in remote.jobs
-        ):
-            self._fence()
+        now = self._monotonic()
+        stuck = [name for name, remote in self._remotes.items() if remote.is_stuck(now)]
+        if stuck:
+            self._tear_down(f"cut off with {', '.join(stuck)}")
 
     @property
     def _is_busy(self) -> bool:
@@ -231,24 +262,28 @@ class NixlDriver:
     def _pause_s(self) -> float:
         if not self._is_busy:
             return _IDLE_PAUSE_S
-        return pause_s(time.monotonic() - self._moved_at, most_s=_MAX_BUSY_PAUSE_S)
+        return pause_s(self._monotonic() - self._moved_at, most_s=_MAX_BUSY_PAUSE_S)
 
     def _advance(self, remote: _Remote) -> None:
-        """End the jobs that are done, from the oldest on."""
-        while remote.jobs:
-            assert self._agent is not None
-            job = remote.jobs[0]
+        """End the jobs that are done: those that somebody waits for from the oldest on, the others as they are."""
+        assert self._agent is not None
+        is_behind = False
+        for job in list(remote.jobs):
+            if is_behind and job.dropped_at is None:
+                continue
             try:
-                if job.handle is not None and not self._agent.is_done(job.handle):
-                    return
+                is_done = job.handle is None or self._agent.is_done(job.handle)
             except NixlError as error:
                 self._lose(remote, str(error))
                 return
-            self._moved_at = time.monotonic()
-            remote.jobs.popleft()
+            if not is_done:
+                is_behind |= job.dropped_at is None
+                continue
+            self._moved_at = remote.moved_at = self._monotonic()
             self._release(job)
+            remote.jobs.remove(job)
             self._finish(job)
-        if not remote.connections:
+        if not remote.jobs and not remote.connections:
             self._remove(remote)
 
     def _remove(self, remote: _Remote) -> None:
@@ -275,16 +310,20 @@ class NixlDriver:
         self._remove(remote)
         self._tell_lost([remote], why)
 
-    def _fence(self) -> None:
+    def _tear_down(self, why: str) -> None:
         """End the agent, so that nothing is in flight any more."""
-        assert self._agent is not None
-        stuck = [name for name, remote in self._remotes.items() if remote.jobs]
-        log.warning("kv.nixl_agent_torn_down", waited_for=stuck, peers=list(self._remotes))
-        self._agent.close()
-        self._agent = None
         remotes = list(self._remotes.values())
+        log.warning(
+            "kv.nixl_agent_torn_down",
+            reason=why,
+            peers=[remote.name for remote in remotes],
+            num_reads=sum(len(remote.jobs) for remote in remotes),
+        )
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
         self._remotes.clear()
-        self._tell_lost(remotes, f"cut off with {', '.join(stuck)}")
+        self._tell_lost(remotes, why)
 
     def _tell_lost(self, remotes: list[_Remote], why: str) -> None:
         """Whoever learns of a read's end finds every connection marked that went with it."""

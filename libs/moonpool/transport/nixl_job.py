@@ -20,9 +20,9 @@ class NixlJob:
     __slots__ = (
         "_send_drop",
         "connection",
+        "dropped_at",
         "ended",
         "error",
-        "fence_at",
         "handle",
         "is_bad",
         "is_dropped",
@@ -52,13 +52,18 @@ class NixlJob:
         self.error: TransferError | None = None
         #: Do not post it.
         self.is_dropped = False
-        #: The thread's: NIXL's handle while it is in flight, and when it has to be over.
+        #: The thread's: NIXL's handle while it is in flight, and when it learned that nobody wants it.
         self.handle: object | None = None
-        self.fence_at: float | None = None
+        self.dropped_at: float | None = None
         self._send_drop = send_drop
 
+    @property
+    def is_probe(self) -> bool:
+        """Nobody looks at what it reads, so it need not end."""
+        return self.verify is None
+
     def drop(self) -> None:
-        """Nobody wants its bytes: do not post it, or end it within FENCE_S. May be called twice."""
+        """Nobody wants its bytes: do not post it, or see that it ends. May be called twice."""
         if not self.is_dropped and not self.ended.done():
             self.is_dropped = True
             self._send_drop(self)

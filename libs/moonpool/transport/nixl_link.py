@@ -5,7 +5,8 @@ Life of a read
 2. The thread posts it, asks for it until it is done or has failed, and checks its copy.
 3. The loop is told. From here on no byte of it will be written.
 
-A job may be dropped at any time. It still ends by 3, within FENCE_S at the latest; see there what that costs.
+A job may be dropped at any time. It still ends by 3; what is done about a peer that stands still, and what
+that costs, stands in nixl_driver.py.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class NixlLink:
         """Begin a READ of parallel descriptors that lie in registered memory; none are none.
 
         Args:
-            verify: Called in the thread when all bytes are here.
+            verify: Called in the thread when all bytes are here. None: a probe.
         """
         ended = self._loop.create_future()
         job = NixlJob(connection, remote, local, verify, ended, self._send_drop)

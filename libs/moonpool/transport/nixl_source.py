@@ -28,7 +28,7 @@ log = structlog.get_logger("moonpool.transport")
 #: To load NIXL and register the pool.
 START_S = 30.0
 #: To take leave of readers.
-_STOP_S = 2.0
+STOP_S = 2.0
 #: Metadata names every way to the agent: some KB for each NIC, in hexadecimal.
 _MAX_REPORT_BYTES = 1 << 24
 _PROCESS = "moonpool.transport.nixl_source_main"
@@ -41,15 +41,29 @@ class NixlSource:
         name: Of the agent, and how readers know it: unique per incarnation.
         pool_fd: A memfd, not sealed yet; stays the caller's.
         ucx: See NixlAgent.
+        stop_s: How long it may take leave of readers before it is killed.
     """
 
-    def __init__(self, *, name: str, pool_fd: int, ucx: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        pool_fd: int,
+        ucx: Mapping[str, str] | None = None,
+        stop_s: float = STOP_S,
+    ) -> None:
         self._name = name
         self._pool_fd = pool_fd
         self._ucx = dict(ucx or {})
+        self._stop_s = stop_s
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._is_stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """While it has been started."""
+        return None if self._process is None else self._process.pid
 
     async def start(self) -> NixlAccess:
         """Until it can be read; returns what peers need.
@@ -90,8 +104,10 @@ class NixlSource:
             self._writer.close()
         if self._process is not None and self._process.returncode is None:
             try:
-                async with asyncio.timeout(_STOP_S):
+                async with asyncio.timeout(self._stop_s):
                     await self._process.wait()
+            except TimeoutError:
+                log.warning("kv.nixl_source_killed", agent=self._name, after_s=self._stop_s)
             finally:
                 if self._process.returncode is None:
                     self._process.kill()
