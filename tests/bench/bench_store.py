@@ -7,7 +7,7 @@ table, then JSON. Every ratio is the median over the rounds of two arms' speeds 
 
 memcpy      one bare copy of each object, in this process: no store
 moonpool    a kvstore process. put: offer a chain of blocks, which the store reads out of the writer's
-            pool by shared memory and verifies. get: a lease (ReadPrefix) and one verified copy from the
+            pool by shared memory and verifies. get: a lease (ReadPrefixes) and one verified copy from the
             store's arena into the reader's pool
 view        get only: the lease, and the blocks where they lie, read-only: no copy, nothing verified
 redis-unix  valkey-server, redis.asyncio and hiredis: a pipeline of SETs; one MGET. The bytes objects that

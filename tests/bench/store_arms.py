@@ -188,7 +188,7 @@ class MoonpoolViewArm(MoonpoolArm):
 
     async def let_go(self) -> None:
         if self._view is not None:
-            self._view.close()
+            await self._view.close()
             self._view = None
 
 

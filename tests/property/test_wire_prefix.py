@@ -35,10 +35,13 @@ from moonpool.inference.output import TokenRun
 from moonpool.wire.fields import InvalidMessageError
 from moonpool.wire.handoff import source_message_from_pb, source_message_to_pb
 from moonpool.wire.prefix_read import (
+    LeaseClosed,
+    LeaseEnded,
+    LeaseId,
     holder_message_from_pb,
     holder_message_to_pb,
-    prefix_open_from_pb,
-    prefix_open_to_pb,
+    reader_message_from_pb,
+    reader_message_to_pb,
 )
 from moonpool.wire.session import (
     WorkerReport,
@@ -104,7 +107,13 @@ def test_a_peer_travels_with_a_request(peer: PeerPrefix) -> None:
 
 @given(opens())
 def test_opens(message: PrefixOpen) -> None:
-    assert prefix_open_from_pb(over_the_wire(prefix_open_to_pb(message))) == message
+    told = reader_message_to_pb(LeaseId(3), message)
+    assert reader_message_from_pb(over_the_wire(told)) == (3, message)
+
+
+def test_a_lease_is_given_back() -> None:
+    told = reader_message_to_pb(LeaseId(2**64 - 1), LeaseClosed())
+    assert reader_message_from_pb(over_the_wire(told)) == (2**64 - 1, LeaseClosed())
 
 
 @given(
@@ -115,9 +124,12 @@ def test_opens(message: PrefixOpen) -> None:
         reason=st.sampled_from(PrefixRefusal),
         message=st.text(max_size=40),
     )
+    | st.just(LeaseEnded())
 )
-def test_what_a_holder_says(message: PrefixOpened | PrefixFailed) -> None:
-    assert holder_message_from_pb(over_the_wire(holder_message_to_pb(message)), A) == message
+def test_what_a_holder_says(message: PrefixOpened | PrefixFailed | LeaseEnded) -> None:
+    told = over_the_wire(holder_message_to_pb(LeaseId(7), message))
+    assert told.lease == 7
+    assert holder_message_from_pb(told, A) == message
 
 
 def test_tokens_by_source() -> None:
@@ -143,6 +155,7 @@ def test_tokens_by_source() -> None:
     assert source_message_from_pb(over_the_wire(source_message_to_pb(commit)), A) == commit
 
 
+ONE = LeaseId(1)
 GOOD = PrefixOpen(
     attempt_id=A,
     reader=WorkerKey(WorkerId("r"), Incarnation("1")),
@@ -158,15 +171,15 @@ GOOD = PrefixOpen(
     ("message", "param"),
     [
         (pb.FromReader(), "kind"),
-        (prefix_open_to_pb(replace(GOOD, hashes=())), "open.hashes"),
-        (prefix_open_to_pb(replace(GOOD, hashes=(BlockHash(bytes(31)),))), "open.hashes"),
-        (prefix_open_to_pb(replace(GOOD, first=1)), "open.first"),
-        (prefix_open_to_pb(replace(GOOD, namespace="")), "open.namespace_fingerprint"),
+        (reader_message_to_pb(ONE, replace(GOOD, hashes=())), "open.hashes"),
+        (reader_message_to_pb(ONE, replace(GOOD, hashes=(BlockHash(bytes(31)),))), "open.hashes"),
+        (reader_message_to_pb(ONE, replace(GOOD, first=1)), "open.first"),
+        (reader_message_to_pb(ONE, replace(GOOD, namespace="")), "open.namespace_fingerprint"),
     ],
 )
 def test_a_bad_open_is_named(message: pb.FromReader, param: str) -> None:
     with pytest.raises(InvalidMessageError) as caught:
-        prefix_open_from_pb(message)
+        reader_message_from_pb(message)
     assert caught.value.param == param
 
 

@@ -41,6 +41,7 @@ from moonpool.worker.announcements import Announcements
 from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 from moonpool.worker.offload import KvOffload
 from moonpool.worker.peers import Peer, PeerDirectory
+from moonpool.worker.prefix_line import PrefixLine
 from support.eventually import eventually
 from support.fake_store import FakeStore, fake_store
 from support.kv import SECRET, make_chain, make_model_namespace
@@ -81,10 +82,12 @@ class NoKv:
 
 async def connect(source: SourceRef) -> Peer:
     channel = make_channel(source.address)
+    stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]  # generated
     return Peer(
         key=source.key,
         channel=channel,
-        stub=worker_pb2_grpc.WorkerStub(channel),  # type: ignore[no-untyped-call]  # generated
+        stub=stub,
+        prefixes=PrefixLine(stub.ReadPrefixes, peer="h"),
         kv=NoKv(),
         plan=plan(LAYOUT, LAYOUT),
         transport="none",

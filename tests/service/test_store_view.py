@@ -94,7 +94,7 @@ async def test_a_view_is_read_only_and_stays_while_it_is_lent(tmp_path: Path) ->
             await writer.put(ref, hashes(f"b{number}"), BLOCKS)
         assert (await store.report()).stats.num_evicted_blocks
         assert np.array_equal(view.blocks[list(view.block_ids)], first)
-        view.close()
+        await view.close()
 
         async def is_returned() -> bool:
             return (await store.ledger()).is_quiet

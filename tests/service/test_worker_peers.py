@@ -23,6 +23,7 @@ from moonpool.rpc.server import RpcServer
 from moonpool.transport.base import KvRead, ReadResult
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.peers import Peer, PeerDirectory
+from moonpool.worker.prefix_line import PrefixLine
 from moonpool.worker.source_streams import SourceStreams
 from support.eventually import eventually
 
@@ -74,10 +75,12 @@ async def running(peers: PeerDirectory) -> AsyncIterator[asyncio.TaskGroup]:
 
 def make_peer(address: str) -> Peer:
     channel = make_channel(address)
+    stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]  # generated
     return Peer(
         key=KEY,
         channel=channel,
-        stub=worker_pb2_grpc.WorkerStub(channel),  # type: ignore[no-untyped-call]  # generated
+        stub=stub,
+        prefixes=PrefixLine(stub.ReadPrefixes, peer="h"),
         kv=NoKv(),
         plan=plan(LAYOUT, LAYOUT),
         transport="none",

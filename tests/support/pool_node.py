@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 import numpy as np
@@ -32,7 +32,13 @@ from moonpool.core.protocol import (
 )
 from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.events import PeerNamed
-from moonpool.handoff.messages import PeerPrefix, PrefixOpen, PrefixOpened, SourceRef
+from moonpool.handoff.messages import (
+    HolderMessage,
+    PeerPrefix,
+    PrefixOpen,
+    PrefixOpened,
+    SourceRef,
+)
 from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
 from moonpool.memory.fd_server import fetch_region
 from moonpool.memory.region import ReadOnlyRegion
@@ -45,7 +51,6 @@ from moonpool.service.life import Life, ReadyFacts
 from moonpool.telemetry.metrics import Metrics
 from moonpool.transport.shm import ShmTransport
 from moonpool.wire.engine_messages import TimedFrame
-from moonpool.wire.prefix_read import holder_message_from_pb, prefix_open_to_pb
 from moonpool.wire.store import PutOffer
 from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 from moonpool.worker.compatibility import handoff_fingerprint
@@ -62,14 +67,14 @@ ByteArray = npt.NDArray[np.uint8]
 class View:
     """Blocks of a store's arena, lent: readable until `close`."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, blocks: ByteArray) -> None:
-        self._call = call
+    def __init__(self, lease: AsyncGenerator[HolderMessage, None], blocks: ByteArray) -> None:
+        self._lease = lease
         #: uint8[number of blocks in the arena, block_bytes], not writeable, and which of them.
         self.blocks = blocks
         self.block_ids: tuple[BlockId, ...] = ()
 
-    def close(self) -> None:
-        self._call.cancel()
+    async def close(self) -> None:
+        await self._lease.aclose()
 
 
 class PoolNode:
@@ -225,22 +230,19 @@ class PoolNode:
         secret = self.parts.secret
         attempt_id = AttemptId(RequestId(f"view-{next(self._numbers)}"), 1)
         peer = await self.shell.peers.get(store)
-        call = peer.stub.ReadPrefix(metadata=call_metadata(key=secret.rpc_key), timeout=DEADLINE_S)
-        view = View(call, self._arena.bytes.reshape(-1, self.memory.layout.block_bytes))
-        await call.write(
-            prefix_open_to_pb(
-                PrefixOpen(
-                    attempt_id=attempt_id,
-                    reader=self.parts.key,
-                    holder=store.key,
-                    namespace=self._namespace,
-                    secret_fingerprint=secret.fingerprint,
-                    hashes=hashes,
-                    first=0,
-                )
-            )
+        opened = PrefixOpen(
+            attempt_id=attempt_id,
+            reader=self.parts.key,
+            holder=store.key,
+            namespace=self._namespace,
+            secret_fingerprint=secret.fingerprint,
+            hashes=hashes,
+            first=0,
         )
-        message = holder_message_from_pb(await call.read(), attempt_id)
+        lease = peer.prefixes.read(opened, traceparent="", tasks=self.shell.tasks)
+        view = View(lease, self._arena.bytes.reshape(-1, self.memory.layout.block_bytes))
+        async with asyncio.timeout(DEADLINE_S):
+            message = await anext(lease)
         assert isinstance(message, PrefixOpened), message
         assert len(message.block_ids) == len(hashes), message
         view.block_ids = message.block_ids

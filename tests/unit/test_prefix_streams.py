@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 
+from moonpool.errors import MoonpoolError
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.effects import StartRead
 from moonpool.handoff.events import (
@@ -36,11 +39,13 @@ from moonpool.ids import (
     WorkerKey,
 )
 from moonpool.telemetry.metrics import Metrics
+from moonpool.wire.fields import InvalidMessageError
+from moonpool.wire.prefix_read import LeaseClosed, LeaseEnded, LeaseId
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.books import WorkerBooks
 from moonpool.worker.kv_reads import KvReads
 from moonpool.worker.peers import Peer, PeerDirectory
-from moonpool.worker.prefix_streams import PrefixStreams
+from moonpool.worker.prefix_streams import PrefixStreams, ReaderRequest
 
 A = AttemptId(RequestId("a"), 1)
 KEY = WorkerKey(WorkerId("h"), Incarnation("1"))
@@ -60,32 +65,74 @@ def opened(*blocks: int) -> PrefixOpened:
     return PrefixOpened(attempt_id=A, block_ids=tuple(map(BlockId, blocks)))
 
 
+LEAVES_OF_2_AND_0 = np.array([[4, 5], [0, 1]], "<u8").tobytes()
+ONE, TWO = LeaseId(1), LeaseId(2)
+
+
 class World:
-    """One stream and its reader."""
+    """One stream of a reader."""
 
     def __init__(self) -> None:
         #: uint64[3 blocks, 2 layers]
         leaves = np.arange(6, dtype=np.uint64).reshape(3, 2)
         self.streams = PrefixStreams(leaf_digests=leaves)
         self.events: list[HandoffEvent] = []
-        self.sent: list[HolderMessage] = []
-        self.reader_leaves = asyncio.Event()
+        self.told: list[tuple[LeaseId, HolderMessage | LeaseEnded]] = []
+        self.says: asyncio.Queue[ReaderRequest | MoonpoolError | None] = asyncio.Queue()
+        #: Whether gRPC takes what the reader is told.
+        self.takes = asyncio.Event()
+        self.takes.set()
+        self.failure: MoonpoolError | None = None
+        #: The machine refuses every lease.
+        self.is_refusing = False
+
+    def handle(self, event: HandoffEvent) -> None:
+        self.events.append(event)
+        if self.is_refusing and isinstance(event, PrefixOpenReceived):
+            self.streams.send(event.stream_id, FAILED)
+            self.streams.end(event.stream_id)
+
+    def stream_id(self, number: int = 0) -> StreamId:
+        """Of the lease that was opened so many leases after the first."""
+        opens = [event for event in self.events if isinstance(event, PrefixOpenReceived)]
+        return opens[number].stream_id
 
     @property
-    def stream_id(self) -> StreamId:
-        (event,) = [event for event in self.events if isinstance(event, PrefixOpenReceived)]
-        return event.stream_id
+    def num_closed(self) -> int:
+        return sum(isinstance(event, PrefixStreamClosed) for event in self.events)
+
+    async def say(self, *requests: ReaderRequest | MoonpoolError | None) -> None:
+        """The reader's words; None: it ends the stream."""
+        for request in requests:
+            self.says.put_nowait(request)
+        await settle()
 
     async def serve(self, tasks: asyncio.TaskGroup) -> None:
-        async for message in self.streams.serve(
-            OPEN, requests=self._requests(), tasks=tasks, handle=self.events.append
-        ):
-            self.sent.append(message)
+        try:
+            async for told in self.streams.serve(
+                requests=self._requests(), tasks=tasks, handle=self.handle
+            ):
+                self.told.append(told)
+                await self.takes.wait()
+        except MoonpoolError as error:
+            self.failure = error
 
-    async def _requests(self) -> AsyncIterator[object]:
-        await self.reader_leaves.wait()
-        return
-        yield
+    async def _requests(self) -> AsyncIterator[ReaderRequest]:
+        while (request := await self.says.get()) is not None:
+            if isinstance(request, MoonpoolError):
+                raise request
+            yield request
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[World]:
+    """The reader ends the stream in the end; nothing is open then."""
+    world = World()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(world.serve(tasks))
+        yield world
+        await world.say(None)
+    assert len(world.streams) == 0
 
 
 async def settle() -> None:
@@ -95,42 +142,96 @@ async def settle() -> None:
 
 
 async def test_the_reader_gets_blocks_with_their_leaves() -> None:
-    world = World()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(world.serve(tasks))
+    async with serving() as world:
+        await world.say((ONE, OPEN))
+        world.streams.send(world.stream_id(), opened(2, 0))
         await settle()
-        world.streams.send(world.stream_id, opened(2, 0))
-        await settle()
-        world.reader_leaves.set()
-    leaves = np.array([[4, 5], [0, 1]], "<u8").tobytes()
-    assert world.sent == [with_digests(opened(2, 0), leaves)]
+    assert world.told == [(ONE, with_digests(opened(2, 0), LEAVES_OF_2_AND_0))]
     assert world.events == [
-        PrefixOpenReceived(stream_id=world.stream_id, open=OPEN),
-        PrefixStreamClosed(stream_id=world.stream_id),
+        PrefixOpenReceived(stream_id=world.stream_id(), open=OPEN),
+        PrefixStreamClosed(stream_id=world.stream_id()),
     ]
-    assert len(world.streams) == 0
 
 
-async def test_blocks_are_not_told_once_the_stream_has_ended() -> None:
-    world = World()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(world.serve(tasks))
+async def test_leases_on_one_stream_end_each_by_itself() -> None:
+    async with serving() as world:
+        await world.say((ONE, OPEN), (TWO, OPEN))
+        first, second = world.stream_id(0), world.stream_id(1)
+        assert (first != second, len(world.streams)) == (True, 2)
+        await world.say((ONE, LeaseClosed()))
+        assert world.events[2:] == [PrefixStreamClosed(stream_id=first)]
+        # What the machine still says of it reaches nobody.
+        world.streams.send(first, opened(2))
+        world.streams.end(first)
+        world.streams.send(second, opened(2, 0))
         await settle()
-        world.streams.send(world.stream_id, opened(2))
-        world.streams.send(world.stream_id, FAILED)
-        world.streams.end(world.stream_id)
-    assert world.sent == [FAILED]
-    assert len(world.events) == 1
+        assert world.told == [(TWO, with_digests(opened(2, 0), LEAVES_OF_2_AND_0))]
+        # Its number may be taken again.
+        await world.say((ONE, OPEN))
+        assert len(world.streams) == 2
+    assert world.num_closed == 3
+
+
+async def test_blocks_are_not_told_once_the_lease_has_ended() -> None:
+    async with serving() as world:
+        await world.say((ONE, OPEN))
+        world.streams.send(world.stream_id(), opened(2))
+        world.streams.send(world.stream_id(), FAILED)
+        world.streams.end(world.stream_id())
+        await settle()
+        # Whoever was told may have given it back meanwhile.
+        await world.say((ONE, LeaseClosed()))
+    assert world.told == [(ONE, FAILED), (ONE, LeaseEnded())]
+    assert world.num_closed == 0
+
+
+async def test_blocks_are_not_told_once_the_reader_has_given_them_back() -> None:
+    async with serving() as world:
+        world.takes.clear()
+        await world.say((ONE, OPEN), (TWO, OPEN))
+        world.streams.send(world.stream_id(0), opened())
+        await settle()
+        world.streams.send(world.stream_id(1), opened(2))
+        await world.say((TWO, LeaseClosed()))
+        world.takes.set()
+        await settle()
+    assert world.told == [(ONE, with_digests(opened(), b""))]
 
 
 async def test_that_nothing_is_held_is_told_before_the_end() -> None:
-    world = World()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(world.serve(tasks))
+    async with serving() as world:
+        await world.say((ONE, OPEN))
+        world.streams.send(world.stream_id(), opened())
+        world.streams.end(world.stream_id())
         await settle()
-        world.streams.send(world.stream_id, opened())
-        world.streams.end(world.stream_id)
-    assert world.sent == [opened()]
+    assert world.told == [(ONE, with_digests(opened(), b"")), (ONE, LeaseEnded())]
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "param"),
+    [((ONE, OPEN), "lease"), (InvalidMessageError("kind is not set", param="kind"), "kind")],
+)
+async def test_what_no_reader_says_ends_all_its_leases(
+    nonsense: ReaderRequest | MoonpoolError, param: str
+) -> None:
+    async with serving() as world:
+        await world.say((ONE, OPEN), (TWO, OPEN), nonsense)
+        assert world.failure is not None
+        assert world.failure.param == param
+        assert world.num_closed == 2
+
+
+async def test_a_reader_that_takes_nothing_is_not_listened_to() -> None:
+    async with serving() as world:
+        world.is_refusing = True
+        world.takes.clear()
+        await world.say(*((LeaseId(number), OPEN) for number in range(1_000)))
+        assert 1 < len(world.events) < 200
+        world.takes.set()
+        for _ in range(2_000):
+            await asyncio.sleep(0)
+        assert len(world.events) == 1_000
+    assert world.told[-2:] == [(999, FAILED), (999, LeaseEnded())]
 
 
 async def test_a_read_that_is_stopped_before_it_begins_tells_its_end() -> None:

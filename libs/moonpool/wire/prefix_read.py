@@ -1,10 +1,13 @@
-"""The stream between the reader and the holder of a prefix <-> protobuf.
+"""The stream between a reader and a holder of prefixes <-> protobuf.
 
-The stream is one attempt's, so only the first message names it; what comes back is given its attempt
-by the reader.
+Each message is of one lease, as the reader numbers them. A lease is one attempt's, so only its first message
+names that; what comes back is given its attempt by the reader.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
 
 from moonpool.api.v1 import worker_pb2 as pb
 from moonpool.handoff.messages import (
@@ -30,8 +33,27 @@ HASH_BYTES = 32
 _REASONS = {reason.value: reason for reason in PrefixRefusal}
 
 
-def prefix_open_to_pb(message: PrefixOpen, *, traceparent: str = "") -> pb.FromReader:
+#: A lease among those of one stream.
+LeaseId = NewType("LeaseId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseClosed:
+    """The reader needs the lease no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The holder has ended the lease."""
+
+
+def reader_message_to_pb(
+    lease: LeaseId, message: PrefixOpen | LeaseClosed, *, traceparent: str = ""
+) -> pb.FromReader:
+    if isinstance(message, LeaseClosed):
+        return pb.FromReader(lease=lease, close=pb.PrefixClose())
     return pb.FromReader(
+        lease=lease,
         open=pb.PrefixOpen(
             attempt_id=attempt_id_to_pb(message.attempt_id),
             reader=worker_key_to_pb(message.reader),
@@ -41,15 +63,23 @@ def prefix_open_to_pb(message: PrefixOpen, *, traceparent: str = "") -> pb.FromR
             traceparent=traceparent,
             hashes=message.hashes,
             first=message.first,
-        )
+        ),
     )
 
 
-def prefix_open_from_pb(message: pb.FromReader) -> PrefixOpen:
+def reader_message_from_pb(message: pb.FromReader) -> tuple[LeaseId, PrefixOpen | LeaseClosed]:
     """Raises InvalidMessageError."""
-    if message.WhichOneof("kind") != "open":
-        raise invalid("kind", "must be open: a prefix stream begins with it")
-    opened = message.open
+    lease = LeaseId(message.lease)
+    match message.WhichOneof("kind"):
+        case "open":
+            return lease, _prefix_open(message.open)
+        case "close":
+            return lease, LeaseClosed()
+        case _:
+            raise invalid("kind", "is not set, or is one that this version does not know")
+
+
+def _prefix_open(opened: pb.PrefixOpen) -> PrefixOpen:
     if not 1 <= len(opened.hashes) <= MAX_TOKENS:
         raise invalid("open.hashes", f"are {len(opened.hashes)}; allowed is 1 to {MAX_TOKENS}")
     if any(len(value) != HASH_BYTES for value in opened.hashes):
@@ -67,19 +97,21 @@ def prefix_open_from_pb(message: pb.FromReader) -> PrefixOpen:
     )
 
 
-def holder_message_to_pb(message: HolderMessage) -> pb.FromHolder:
+def holder_message_to_pb(lease: LeaseId, message: HolderMessage | LeaseEnded) -> pb.FromHolder:
     match message:
         case PrefixOpened():
-            return pb.FromHolder(
-                opened=pb.PrefixOpened(block_ids=message.block_ids, leaves=message.digests)
-            )
+            opened = pb.PrefixOpened(block_ids=message.block_ids, leaves=message.digests)
+            return pb.FromHolder(lease=lease, opened=opened)
         case PrefixFailed():
-            return pb.FromHolder(
-                failed=pb.PrefixFailed(reason=message.reason.value, message=message.message)
-            )
+            failed = pb.PrefixFailed(reason=message.reason.value, message=message.message)
+            return pb.FromHolder(lease=lease, failed=failed)
+        case LeaseEnded():
+            return pb.FromHolder(lease=lease, ended=pb.PrefixEnded())
 
 
-def holder_message_from_pb(message: pb.FromHolder, attempt_id: AttemptId) -> HolderMessage:
+def holder_message_from_pb(
+    message: pb.FromHolder, attempt_id: AttemptId
+) -> HolderMessage | LeaseEnded:
     """Raises InvalidMessageError: also for leaves that do not fit the blocks."""
     match message.WhichOneof("kind"):
         case "opened":
@@ -93,5 +125,7 @@ def holder_message_from_pb(message: pb.FromHolder, attempt_id: AttemptId) -> Hol
                 reason=known(_REASONS, message.failed.reason, "failed.reason"),
                 message=text(message.failed.message, "failed.message"),
             )
+        case "ended":
+            return LeaseEnded()
         case _:
             raise invalid("kind", "is not set, or is one that this version does not know")

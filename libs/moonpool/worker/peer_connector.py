@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import structlog
 
@@ -18,6 +19,7 @@ from moonpool.transport.select import TransportSelector
 from moonpool.wire.worker import WorkerHello, worker_hello_from_pb
 from moonpool.worker.compatibility import IncompatiblePeerError, check_namespace, check_secret
 from moonpool.worker.peers import CONNECT_S, Peer
+from moonpool.worker.prefix_line import PrefixLine
 
 log = structlog.get_logger("moonpool.worker")
 
@@ -83,6 +85,9 @@ class PeerConnector:
             key=source.key,
             channel=channel,
             stub=stub,
+            prefixes=PrefixLine(
+                partial(stub.ReadPrefixes, metadata=self._metadata), peer=str(source.key)
+            ),
             kv=connection.peer,
             plan=copy_plan,
             transport=choice.taken,

@@ -25,6 +25,7 @@ from moonpool.handoff.messages import SourceRef
 from moonpool.ids import WorkerKey
 from moonpool.kv.layout import CopyPlan
 from moonpool.transport.base import KvPeer
+from moonpool.worker.prefix_line import PrefixLine
 
 log = structlog.get_logger("moonpool.worker")
 
@@ -42,6 +43,8 @@ class Peer:
     channel: grpc.aio.Channel
     #: Any: generated code has no types.
     stub: Any
+    #: What this worker reads of the prefixes that it holds.
+    prefixes: PrefixLine
     kv: KvPeer
     #: From its layout to ours.
     plan: CopyPlan
@@ -56,6 +59,7 @@ class Peer:
     async def close(self) -> None:
         """Wait for the last copies, then let go."""
         await self.kv.close()
+        self.prefixes.close()
         await self.channel.close()
 
 

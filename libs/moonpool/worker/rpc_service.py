@@ -21,11 +21,16 @@ from moonpool.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from moonpool.handoff.messages import Commit, Open, PrefixOpened, RouterMessage
+from moonpool.handoff.messages import Commit, Open, PrefixOpen, PrefixOpened, RouterMessage
 from moonpool.wire.fields import InvalidMessageError
 from moonpool.wire.handoff import open_from_pb, source_message_to_pb
 from moonpool.wire.kv_events import snapshot_to_pb
-from moonpool.wire.prefix_read import holder_message_to_pb, prefix_open_from_pb
+from moonpool.wire.prefix_read import (
+    LeaseClosed,
+    LeaseId,
+    holder_message_to_pb,
+    reader_message_from_pb,
+)
 from moonpool.wire.request import worker_key_from_pb
 from moonpool.wire.session import (
     Ping,
@@ -115,27 +120,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
                     # A reader that has all it needs may cancel before this call goes on.
                     shell.failpoints.hit("prefill.after_commit")
 
-    async def ReadPrefix(  # noqa: N802 - the method's name in the schema
+    async def ReadPrefixes(  # noqa: N802 - the method's name in the schema
         self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         shell = self._opened()
-        opened = prefix_open_from_pb(await _first(request_iterator, "a PrefixOpen"))
         async with contextlib.aclosing(
             shell.prefix_streams.serve(
-                opened, requests=request_iterator, tasks=shell.tasks, handle=shell.handle
+                requests=_reader_messages(request_iterator),
+                tasks=shell.tasks,
+                handle=shell.handle,
             )
         ) as messages:
-            async for message in messages:
+            async for lease, message in messages:
                 if not isinstance(message, PrefixOpened):
-                    yield holder_message_to_pb(message)
+                    yield holder_message_to_pb(lease, message)
                     continue
-                fault, _, argument = (shell.failpoints.hit("hold.before_opened") or "").partition(
-                    ":"
-                )
-                if fault == "delay":
-                    await asyncio.sleep(int(argument) / 1_000)
                 try:
-                    yield holder_message_to_pb(message)
+                    yield holder_message_to_pb(lease, message)
                 finally:
                     # A reader that has all it needs may cancel before this call goes on.
                     shell.failpoints.hit("hold.after_opened")
@@ -185,6 +186,13 @@ async def _first(requests: AsyncIterator[Any], what: str) -> Any:  # Any: genera
         raise InvalidRequestError(f"The stream ended before {what}.") from None
     except TimeoutError:
         raise DeadlineExceededError(f"No {what} came in {_FIRST_MESSAGE_S:g} s.") from None
+
+
+async def _reader_messages(
+    requests: AsyncIterator[Any],
+) -> AsyncIterator[tuple[LeaseId, PrefixOpen | LeaseClosed]]:
+    async for item in requests:
+        yield reader_message_from_pb(item)
 
 
 async def _router_messages(

@@ -1,6 +1,6 @@
 """WorkerShell: a worker's service process between its engine, its routers and its peers.
 
-                     routers (Session)          readers (Handoff, ReadPrefix)
+                     routers (Session)          readers (Handoff, ReadPrefixes)
                           |  ^                      |  ^
     RouterSessions -------+  |     HandoffStreams --+  |         Everything here runs on one loop and
           |                  |     PrefixStreams       |         meets in the handoff machines: events
@@ -61,7 +61,14 @@ from moonpool.handoff.events import (
     ReadDone,
     RouterMessageReceived,
 )
-from moonpool.handoff.messages import DecodeRequest, Open, SourceRef
+from moonpool.handoff.messages import (
+    DecodeRequest,
+    HolderMessage,
+    Open,
+    PrefixOpened,
+    SourceRef,
+    StreamId,
+)
 from moonpool.handoff.room_check import RoomCheck
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.inference.request import InferenceRequest
@@ -329,6 +336,21 @@ class WorkerShell:
             self.offload.saw(event)
         self._driver.handle(event)
 
+    def _tell_reader(self, stream_id: StreamId, message: HolderMessage) -> None:
+        """On its prefix stream."""
+        hit = (
+            self._failpoints.hit("hold.before_opened")
+            if isinstance(message, PrefixOpened)
+            else None
+        )
+        fault, _, argument = (hit or "").partition(":")
+        if fault == "delay":
+            asyncio.get_running_loop().call_later(
+                int(argument) / 1_000, self.prefix_streams.send, stream_id, message
+            )
+        else:
+            self.prefix_streams.send(stream_id, message)
+
     def _perform(self, effect: HandoffEffect) -> None:
         match effect:
             case SendToRouter():
@@ -352,7 +374,7 @@ class WorkerShell:
             case StopReads(attempt_id=attempt_id):
                 self._reads.stop(attempt_id)
             case SendOnPrefixStream(stream_id=stream_id, message=holder_message):
-                self.prefix_streams.send(stream_id, holder_message)
+                self._tell_reader(stream_id, holder_message)
             case EndPrefixStream(stream_id=stream_id):
                 self.prefix_streams.end(stream_id)
                 if self.offload is not None:

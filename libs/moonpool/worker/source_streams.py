@@ -1,13 +1,15 @@
-"""SourceStreams: the reader's end of streams to peers, of handoffs and of prefixes.
+"""SourceStreams: the reader's end of streams to peers: calls of their own for handoffs, leases on one call to each
+peer for prefixes (prefix_line.py).
 
-A stream is open while KV is read; then it is ended. Closing cancels the call, which the peer sees at
-once. A stream that ends in any other way is told as StreamBroken; the reader's machine decides what
-that means. An attempt has at most one stream, so it is named by its attempt.
+A stream is open while KV is read; then it is ended. Closing cancels the call, or gives the lease back, which
+the peer sees at once. A stream that ends in any other way is told as StreamBroken; the reader's machine
+decides what that means. An attempt has at most one stream, so it is named by its attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +24,11 @@ from moonpool.handoff.events import (
     SourceMessageReceived,
     StreamBroken,
 )
-from moonpool.handoff.messages import Commit, Open
+from moonpool.handoff.messages import Commit, Open, PrefixOpen
 from moonpool.ids import AttemptId
 from moonpool.rpc.errors import error_from
 from moonpool.rpc.metadata import call_metadata
 from moonpool.wire.handoff import open_to_pb, source_message_from_pb
-from moonpool.wire.prefix_read import holder_message_from_pb, prefix_open_to_pb
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.attempt_record import CommitTimes
 from moonpool.worker.peers import Peer, PeerDirectory
@@ -66,7 +67,7 @@ class SourceStreams:
         assert attempt_id not in self._streams, attempt_id
         if isinstance(effect.open, Open):
             self._book.opening(attempt_id, effect.source.key)
-        self._streams[attempt_id] = tasks.create_task(self._run(effect))
+        self._streams[attempt_id] = tasks.create_task(self._run(effect, tasks))
 
     def close(self, attempt_id: AttemptId) -> None:
         """End the stream; nothing more of it is told."""
@@ -74,12 +75,15 @@ class SourceStreams:
         if task is not None:
             task.cancel()
 
-    async def _run(self, effect: OpenStream) -> None:
+    async def _run(self, effect: OpenStream, tasks: asyncio.TaskGroup) -> None:
         attempt_id, source = effect.attempt_id, effect.source
         try:
             peer = await self._peers.get(source)
             self._book.connected(attempt_id, peer.transport)
-            await self._listen(effect, peer)
+            if isinstance(effect.open, Open):
+                await self._listen(effect.open, peer)
+            else:
+                await self._read_prefix(effect.open, peer, tasks)
             reason = "ended by the source"
         except MoonpoolError as error:
             reason = error.message
@@ -95,27 +99,27 @@ class SourceStreams:
         log.info("kv.stream_ended", attempt=str(attempt_id), source=str(source.key), why=reason)
         self._handle(StreamBroken(attempt_id=attempt_id))
 
-    async def _listen(self, effect: OpenStream, peer: Peer) -> None:
+    async def _listen(self, opened: Open, peer: Peer) -> None:
         """Raises MoonpoolError for whatever the peer or the way to it did wrong."""
-        attempt_id, opened = effect.attempt_id, effect.open
-        traceparent = self._book.traceparent(attempt_id)
-        metadata = call_metadata(key=self._rpc_key, traceparent=traceparent)
-        # Any: generated messages have no common type.
-        take: Callable[[AttemptId, Any], HandoffEvent]
-        if isinstance(opened, Open):
-            call, take = peer.stub.Handoff(metadata=metadata), self._from_source
-            first: Any = open_to_pb(opened, traceparent=traceparent)
-        else:
-            call, take = peer.stub.ReadPrefix(metadata=metadata), _from_holder
-            first = prefix_open_to_pb(opened, traceparent=traceparent)
+        traceparent = self._book.traceparent(opened.attempt_id)
+        call = peer.stub.Handoff(metadata=call_metadata(key=self._rpc_key, traceparent=traceparent))
         try:
-            await call.write(first)
+            await call.write(open_to_pb(opened, traceparent=traceparent))
             async for item in call:
-                self._handle(take(attempt_id, item))
+                self._handle(self._from_source(opened.attempt_id, item))
         except grpc.aio.AioRpcError as failure:
             raise error_from(failure, str(peer.key)) from failure
         finally:
             call.cancel()
+
+    async def _read_prefix(self, opened: PrefixOpen, peer: Peer, tasks: asyncio.TaskGroup) -> None:
+        """Raises MoonpoolError for whatever the peer or the way to it did wrong."""
+        traceparent = self._book.traceparent(opened.attempt_id)
+        async with contextlib.aclosing(
+            peer.prefixes.read(opened, traceparent=traceparent, tasks=tasks)
+        ) as messages:
+            async for message in messages:
+                self._handle(HolderMessageReceived(message=message))
 
     def _from_source(self, attempt_id: AttemptId, item: Any) -> HandoffEvent:
         message = source_message_from_pb(item, attempt_id)
@@ -126,7 +130,3 @@ class SourceStreams:
             )
             self._book.committed(attempt_id, times)
         return SourceMessageReceived(message=message)
-
-
-def _from_holder(attempt_id: AttemptId, item: Any) -> HandoffEvent:
-    return HolderMessageReceived(message=holder_message_from_pb(item, attempt_id))

@@ -427,11 +427,19 @@ class PrefixOpen(_message.Message):
     first: int
     def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., reader: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., holder: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., namespace_fingerprint: _Optional[str] = ..., secret_fingerprint: _Optional[str] = ..., traceparent: _Optional[str] = ..., hashes: _Optional[_Iterable[bytes]] = ..., first: _Optional[int] = ...) -> None: ...
 
+class PrefixClose(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class FromReader(_message.Message):
-    __slots__ = ("open",)
+    __slots__ = ("open", "close", "lease")
     OPEN_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     open: PrefixOpen
-    def __init__(self, open: _Optional[_Union[PrefixOpen, _Mapping]] = ...) -> None: ...
+    close: PrefixClose
+    lease: int
+    def __init__(self, open: _Optional[_Union[PrefixOpen, _Mapping]] = ..., close: _Optional[_Union[PrefixClose, _Mapping]] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class PrefixOpened(_message.Message):
     __slots__ = ("block_ids", "leaves")
@@ -449,13 +457,21 @@ class PrefixFailed(_message.Message):
     message: str
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class PrefixEnded(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class FromHolder(_message.Message):
-    __slots__ = ("opened", "failed")
+    __slots__ = ("opened", "failed", "ended", "lease")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     opened: PrefixOpened
     failed: PrefixFailed
-    def __init__(self, opened: _Optional[_Union[PrefixOpened, _Mapping]] = ..., failed: _Optional[_Union[PrefixFailed, _Mapping]] = ...) -> None: ...
+    ended: PrefixEnded
+    lease: int
+    def __init__(self, opened: _Optional[_Union[PrefixOpened, _Mapping]] = ..., failed: _Optional[_Union[PrefixFailed, _Mapping]] = ..., ended: _Optional[_Union[PrefixEnded, _Mapping]] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

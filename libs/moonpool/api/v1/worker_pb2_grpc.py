@@ -44,8 +44,8 @@ class WorkerStub:
                 request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromDecode.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromPrefill.FromString,
                 _registered_method=True)
-        self.ReadPrefix = channel.stream_stream(
-                '/moonpool.api.v1.Worker/ReadPrefix',
+        self.ReadPrefixes = channel.stream_stream(
+                '/moonpool.api.v1.Worker/ReadPrefixes',
                 request_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromReader.SerializeToString,
                 response_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromHolder.FromString,
                 _registered_method=True)
@@ -96,7 +96,7 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReadPrefix(self, request_iterator, context):
+    def ReadPrefixes(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,8 +151,8 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromDecode.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromPrefill.SerializeToString,
             ),
-            'ReadPrefix': grpc.stream_stream_rpc_method_handler(
-                    servicer.ReadPrefix,
+            'ReadPrefixes': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReadPrefixes,
                     request_deserializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromReader.FromString,
                     response_serializer=moonpool_dot_api_dot_v1_dot_worker__pb2.FromHolder.SerializeToString,
             ),
@@ -252,7 +252,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def ReadPrefix(request_iterator,
+    def ReadPrefixes(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -265,7 +265,7 @@ class Worker:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/moonpool.api.v1.Worker/ReadPrefix',
+            '/moonpool.api.v1.Worker/ReadPrefixes',
             moonpool_dot_api_dot_v1_dot_worker__pb2.FromReader.SerializeToString,
             moonpool_dot_api_dot_v1_dot_worker__pb2.FromHolder.FromString,
             options,
