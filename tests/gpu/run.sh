@@ -21,11 +21,12 @@ export PYTHONPATH="$PWD/libs${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -c 'import torch' || { echo "run.sh: $python has no torch" >&2; exit 2; }
 needs="import moonpool.engine.device.runner, moonpool.engine.runner, tokenizers"
 if ! "$python" -c "$needs" 2>/dev/null; then
-    packages=(msgspec safetensors structlog tokenizers xxhash)
+    packages=(annotated-types msgspec pydantic pydantic-core safetensors structlog tokenizers
+        typing-extensions typing-inspection xxhash)
     target=${TMPDIR:-/tmp}/moonpool-gpu-site
-    from=()
-    compgen -G '.whl/*.whl' >/dev/null && from=(--no-index --find-links .whl)
-    "$python" -m pip install -q --no-deps --target "$target" "${from[@]}" "${packages[@]}"
+    install=("$python" -m pip install -q --no-deps --upgrade --target "$target")
+    "${install[@]}" --no-index --find-links .whl "${packages[@]}" 2>/dev/null ||
+        "${install[@]}" "${packages[@]}"
     export PYTHONPATH="$target:$PYTHONPATH"
     "$python" -c "$needs"
 fi
