@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 
 from moonpool.client import AsyncClient
 from moonpool.config.schema import ApiKeySettings
+from moonpool.core.protocol import BlockLedger
 from moonpool.errors import (
     MoonpoolError,
     OverloadedError,
@@ -36,6 +38,7 @@ from moonpool.inference.generation import (
 from moonpool.inference.output import FinishReason
 from moonpool.rpc.admin import fetch_status
 from moonpool.service.http_server import HttpServer
+from moonpool.wire.admin import RouterSnapshot
 from moonpool_router.http_door import HttpDoor, HttpSettings
 from support.eventually import eventually
 from support.fake_worker import fake_worker
@@ -289,6 +292,50 @@ async def test_a_tenants_key_says_nothing_about_the_cluster(tmp_path: Path) -> N
         assert caught.value.code == "permission_denied"
         status = await fetch_status(r.client.address, key="operator's", deadline_s=10)
         assert status.num_running == 0
+
+
+async def test_a_tenant_that_floods_the_queue_leaves_the_others_their_part(tmp_path: Path) -> None:
+    keys = tuple(ApiKeySettings(tenant=name, key=f"key of {name}") for name in ("a", "b"))
+    body = {"prompt": "hello", "max_tokens": 1}
+    async with (
+        router(tmp_path, api_key="operator's", api_keys=keys, max_queued_requests=2) as r,
+        client_of(r) as client,
+        fake_worker(r.cluster, r.bus) as worker,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        async def status() -> RouterSnapshot:
+            return await fetch_status(r.client.address, key="operator's", deadline_s=10)
+
+        async def is_full() -> bool:
+            loads = [one.load for one in (await status()).workers]
+            return [load.ledger.num_free for load in loads if load is not None] == [0]
+
+        async def has_queued(number: int) -> None:
+            async def has() -> bool:
+                return (await status()).num_queued == number
+
+            await eventually(has, timeout_s=10, what=f"{number} wait")
+
+        def ask(tenant: str) -> Coroutine[None, None, httpx.Response]:
+            headers = {"authorization": f"Bearer key of {tenant}"}
+            return client.post(TEXT, json=body, headers=headers)
+
+        await worker.joined()
+        full = BlockLedger(num_total=1000, num_free=0, num_cached=0, num_referenced=1000)
+        worker.load = replace(worker.load, ledger=full)
+        worker.send()
+        await eventually(is_full, timeout_s=10, what="no room")
+        waiting = [tasks.create_task(ask("a"))]
+        await has_queued(1)
+        refused = await ask("a")
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert refused.headers["retry-after"] == "2"
+        waiting.append(tasks.create_task(ask("b")))
+        await has_queued(2)
+        for task in waiting:
+            task.cancel()
 
 
 async def test_a_strict_door_refuses_what_it_does_not_know(tmp_path: Path) -> None:
