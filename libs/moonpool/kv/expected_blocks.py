@@ -52,9 +52,8 @@ class ExpectedBlocks:
 
     def remove(self, keys: KeyArray) -> None:
         """The worker said that it holds these no more."""
-        if self._until:
-            for key in keys.tolist():
-                self._until.pop(key, None)
+        for key in keys.tolist():
+            self._until.pop(key, None)
 
     def clear(self) -> None:
         self._until.clear()

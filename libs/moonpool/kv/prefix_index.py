@@ -91,6 +91,8 @@ class PrefixIndex:
         self._followers: dict[WorkerKey, _Follower] = {}
         self._worker_by_number: dict[int, WorkerKey] = {}
         self._incarnations = ReplacedIncarnations()
+        #: Of workers of which something may be expected.
+        self._expecting: dict[WorkerKey, ExpectedBlocks] = {}
 
     # -- who is followed --
 
@@ -115,6 +117,7 @@ class PrefixIndex:
             del self._worker_by_number[follower.number]
             self._table.drop(follower.number)
             self._incarnations.lose(worker)
+            self._expecting.pop(worker, None)
 
     @property
     def workers(self) -> tuple[WorkerKey, ...]:
@@ -129,9 +132,10 @@ class PrefixIndex:
         if follower is None:
             return False
         _hear(follower, batch.head)
-        if batch.is_cleared:
-            follower.expected.clear()
-        follower.expected.remove(batch.removed_keys)
+        if follower.expected:
+            if batch.is_cleared:
+                follower.expected.clear()
+            follower.expected.remove(batch.removed_keys)
         num_ahead = batch.head.sequence - follower.head.sequence
         if num_ahead == 1 and not follower.is_wrong:
             self._change(follower, batch)
@@ -205,6 +209,7 @@ class PrefixIndex:
             numbers, lengths = self._table.runs(keys)
             num_known = dict(zip(numbers, lengths, strict=True)).get(follower.number, 0)
             follower.expected.add(keys[num_known:])
+            self._expecting[worker] = follower.expected
 
     # -- what is known --
 
@@ -226,12 +231,8 @@ class PrefixIndex:
         """
         numbers, lengths = self._table.runs(keys)
         runs = dict(zip(map(self._worker_by_number.__getitem__, numbers), lengths, strict=True))
-        for worker, follower in self._followers.items():
-            if follower.expected:
-                start = runs.get(worker, 0)
-                end = follower.expected.run_end(keys, start)
-                if end > start:
-                    runs[worker] = end
+        if self._expecting:
+            self._add_expected(runs, keys)
         return runs
 
     def head(self, worker: WorkerKey) -> SetHead:
@@ -277,9 +278,22 @@ class PrefixIndex:
             num_keys = sum(batch.num_keys for batch in follower.held.values())
             assert num_keys == follower.num_held_keys <= self._max_held_keys, worker
             follower.expected.validate()
+            assert not follower.expected or self._expecting[worker] is follower.expected, worker
         self._incarnations.validate()
+        assert self._expecting.keys() <= self._followers.keys()
 
     # -- parts --
+
+    def _add_expected(self, runs: dict[WorkerKey, int], keys: KeyArray) -> None:
+        """Lengthen the runs by what is expected behind them."""
+        for worker, expected in tuple(self._expecting.items()):
+            if not expected:
+                del self._expecting[worker]
+                continue
+            start = runs.get(worker, 0)
+            end = expected.run_end(keys, start)
+            if end > start:
+                runs[worker] = end
 
     def _hold(self, follower: _Follower, batch: EventBatch) -> None:
         """Keep the batch until it is its turn; when that is too much, the earliest ones go.
