@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,11 +11,12 @@ import pytest
 
 from moonpool.api.v1 import inference_pb2, inference_pb2_grpc
 from moonpool.config.api_keys import ApiKeys, key_digest
-from moonpool.errors import InvalidRequestError, UnauthenticatedError
+from moonpool.errors import InvalidRequestError, TenantLimitError, UnauthenticatedError
 from moonpool.ids import RequestId
 from moonpool.inference.generation import GenerationChunk, GenerationEvent, GenerationRequest
 from moonpool.rpc.calls import replies
 from moonpool.rpc.channel import open_channel
+from moonpool.rpc.errors import errors_from
 from moonpool.rpc.metadata import call_metadata
 from moonpool.rpc.server import RpcServer
 from moonpool_router import inference_door
@@ -59,7 +61,7 @@ class EndlessDoor:
 async def serving(
     front: EndlessDoor, *, stall_s: float = 5.0, keys: ApiKeys | None = None
 ) -> AsyncIterator[str]:
-    server = RpcServer(key=keys)
+    server = RpcServer(key=keys, max_calls_per_tenant=1 if keys is not None else None)
     server.add(
         inference_pb2_grpc.add_InferenceServicer_to_server,
         InferenceDoor(front, keys=keys, stall_s=stall_s),
@@ -106,12 +108,31 @@ async def test_a_request_is_its_keys_tenants() -> None:
             call = stub.Generate(request(), metadata=call_metadata(key=key))
             await call.read()
             call.cancel()
+            async with asyncio.timeout(10):
+                await front.left.wait()
         for key in ("", "of c", "of a "):
             call = stub.Generate(request(), metadata=call_metadata(key=key))
             with pytest.raises(UnauthenticatedError):
                 async for _ in replies(call, inference_pb2.GenerateReply, peer="door"):
                     pass
     assert front.tenants == ["b", "a"]
+
+
+async def test_a_client_that_does_not_read_frees_its_tenants_call() -> None:
+    front = EndlessDoor()
+    keys = ApiKeys({key_digest(b"of a"): "a"})
+    key = call_metadata(key="of a")
+    async with serving(front, stall_s=0.2, keys=keys) as address, open_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        call = stub.Generate(request(), metadata=key)
+        await call.read()
+        async with asyncio.timeout(10):
+            await front.left.wait()
+            while len(front.labels) < 2:
+                second = stub.Generate(request(), metadata=key)
+                with contextlib.suppress(TenantLimitError), errors_from("door"):
+                    await second.read()
+                second.cancel()
 
 
 async def test_without_keys_every_request_is_the_default_tenants() -> None:

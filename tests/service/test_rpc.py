@@ -19,7 +19,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moonpool.api.v1 import worker_pb2, worker_pb2_grpc
-from moonpool.config.api_keys import ApiKeys
+from moonpool.config.api_keys import ApiKeys, key_digest
 from moonpool.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -28,6 +28,7 @@ from moonpool.errors import (
     InvalidRequestError,
     MoonpoolError,
     OverloadedError,
+    TenantLimitError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -258,12 +259,53 @@ async def test_one_call_more_than_a_server_takes_is_refused() -> None:
                 pass
 
 
-async def _is_answered(channel: grpc.aio.Channel) -> bool:
+async def _is_answered(channel: grpc.aio.Channel, **arguments: Any) -> bool:
     try:
-        await describe(channel)
+        await describe(channel, **arguments)
     except OverloadedError:
         return False
     return True
+
+
+async def test_a_tenant_leaves_the_others_their_part_of_the_calls() -> None:
+    keys = ApiKeys({key_digest(b"of a"): "a", key_digest(b"of b"): "b"})
+    of_a, of_b = call_metadata(key="of a"), call_metadata(key="of b")
+    async with serving(WorkerServicer(), key=keys, max_calls_per_tenant=1) as (_, channel):
+        # It says nothing, and holds its call all the same.
+        silent = worker_pb2_grpc.WorkerStub(channel).Session(metadata=of_a)
+        async with asyncio.timeout(_DEADLINE_S):
+            while await _is_answered(channel, metadata=of_a):
+                pass
+        with pytest.raises(TenantLimitError):
+            await describe(channel, metadata=of_a)
+        assert (await describe(channel, metadata=of_b)).version == "1"
+        silent.cancel()
+        async with asyncio.timeout(_DEADLINE_S):
+            while not await _is_answered(channel, metadata=of_a):
+                pass
+
+
+async def test_calls_of_all_kinds_are_among_a_tenants() -> None:
+    key = call_metadata(key="k" * 16)
+    async with serving(WorkerServicer(), key="k" * 16, max_calls_per_tenant=1) as (_, channel):
+        assert (await describe(channel, metadata=key)).version == "1"
+        session = worker_pb2_grpc.WorkerStub(channel).Session(metadata=key)
+        for version in ("1", "2"):
+            hello = worker_pb2.RouterHello(router_id=version)
+            await session.write(worker_pb2.RouterMessage(hello=hello))
+            assert (await session.read()).hello.version == version
+        await session.done_writing()
+        assert await session.read() is grpc.aio.EOF
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), metadata=key
+        )
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(TenantLimitError):
+            await describe(channel, metadata=key)
+        watch.cancel()
+        async with asyncio.timeout(_DEADLINE_S):
+            while not await _is_answered(channel, metadata=key):
+                pass
 
 
 async def test_an_open_address_without_a_key_refuses_to_start() -> None:

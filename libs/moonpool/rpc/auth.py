@@ -2,21 +2,33 @@
 
 Without one a server does not bind anything but loopback. Keys are compared in constant time and never
 logged. Asking for health once needs none; watching it does, since that holds a call for as long as one likes.
+Where a server bounds its calls, a tenant has its part of them, taken before its message has come: a call that
+sends nothing holds a place, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+import inspect
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from contextlib import aclosing
 
 import grpc
 
 from moonpool.config.api_keys import ApiKeys
-from moonpool.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
+from moonpool.errors import (
+    InvalidRequestError,
+    PermissionDeniedError,
+    TenantLimitError,
+    UnauthenticatedError,
+)
 from moonpool.rpc.interceptor import abort
 from moonpool.rpc.metadata import bearer_key
 
 _OPEN_METHOD = "/grpc.health.v1.Health/Check"
+_TOO_MANY_CALLS = "As many calls of yours are open here as may."
+_RETRY_AFTER_S = 2.0
 #: See KeyInterceptor.
 STRANGER_TIMEOUT_S = 5.0
 
@@ -26,6 +38,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
     Args:
         operator_services: Services that only an operator's key opens.
+        max_calls_per_tenant: Calls at once with the keys of one tenant; None: no bound.
         stranger_timeout_s: How long the message of a call without a key may take to come.
     """
 
@@ -34,9 +47,13 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         keys: ApiKeys,
         *,
         operator_services: Collection[str] = (),
+        max_calls_per_tenant: int | None = None,
         stranger_timeout_s: float = STRANGER_TIMEOUT_S,
     ) -> None:
         self._keys = keys
+        self._max_calls_per_tenant = max_calls_per_tenant
+        #: A tenant without any is not there.
+        self._num_calls: Counter[str] = Counter()
         self._stranger_timeout_s = stranger_timeout_s
         self._operator_prefixes = tuple(f"/{name}/" for name in operator_services)
 
@@ -48,13 +65,42 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         method: str = handler_call_details.method
         given = bearer_key(handler_call_details.invocation_metadata)
         # Of all kinds a stream does not wait for a first message, and fits every caller.
-        if self._keys.tenant_of(given) is None:
+        tenant = self._keys.tenant_of(given)
+        if tenant is None:
             if method != _OPEN_METHOD:
                 return grpc.stream_stream_rpc_method_handler(_refuse)
             return _in_time(await continuation(handler_call_details), self._stranger_timeout_s)
         if method.startswith(self._operator_prefixes) and not self._keys.is_operator(given):
             return grpc.stream_stream_rpc_method_handler(_refuse_tenant)
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        if handler is None or self._max_calls_per_tenant is None:
+            return handler
+        return self._counted(handler, tenant, self._max_calls_per_tenant)
+
+    def _counted(
+        self, handler: grpc.RpcMethodHandler, tenant: str, max_calls: int
+    ) -> grpc.RpcMethodHandler:
+        """The same, among the tenant's calls from its beginning to its end."""
+
+        async def answer(
+            requests: AsyncIterator[object], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[object]:
+            if self._num_calls[tenant] >= max_calls:
+                await abort(
+                    context, TenantLimitError(_TOO_MANY_CALLS, retry_after_s=_RETRY_AFTER_S)
+                )
+                return
+            self._num_calls[tenant] += 1
+            try:
+                async with aclosing(_answers(handler, requests, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+            finally:
+                self._num_calls[tenant] -= 1
+                if not self._num_calls[tenant]:
+                    del self._num_calls[tenant]
+
+        return _as_stream(handler, answer)
 
 
 def _in_time(handler: grpc.RpcMethodHandler | None, timeout_s: float) -> grpc.RpcMethodHandler:
@@ -73,6 +119,38 @@ def _in_time(handler: grpc.RpcMethodHandler | None, timeout_s: float) -> grpc.Rp
             return
         yield await handler.unary_unary(request, context)
 
+    return _as_stream(handler, answer)
+
+
+async def _answers(
+    handler: grpc.RpcMethodHandler,
+    requests: AsyncIterator[object],
+    context: grpc.aio.ServicerContext,
+) -> AsyncGenerator[object, None]:
+    """What a handler of any kind answers to what comes on a stream."""
+    behaviour = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    given = requests if handler.request_streaming else await anext(requests, None)
+    if given is None:
+        # The caller has ended without a word.
+        return
+    answer = behaviour(given, context)
+    if inspect.isawaitable(answer):
+        reply = await answer
+        # None: it wrote its answers itself.
+        if reply is not None:
+            yield reply
+        return
+    async with aclosing(answer) as replies:
+        async for reply in replies:
+            yield reply
+
+
+def _as_stream(
+    handler: grpc.RpcMethodHandler,
+    answer: Callable[[AsyncIterator[object], grpc.aio.ServicerContext], AsyncIterator[object]],
+) -> grpc.RpcMethodHandler:
     return grpc.stream_stream_rpc_method_handler(
         answer,
         request_deserializer=handler.request_deserializer,

@@ -37,6 +37,7 @@ class RpcServer:
         operator_services: Services that only an operator's key opens, if there are keys.
         max_message_bytes: Bound of one message, both ways.
         max_calls: Calls at once; one more is refused with RESOURCE_EXHAUSTED. None: no bound.
+        max_calls_per_tenant: Of these, with the keys of one tenant; None: all.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RpcServer:
         operator_services: Collection[str] = (),
         max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
         max_calls: int | None = None,
+        max_calls_per_tenant: int | None = None,
     ) -> None:
         if key is None and not is_loopback(host):
             raise ConfigError(
@@ -57,7 +59,12 @@ class RpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
         if key is not None:
             keys = ApiKeys.single(key) if isinstance(key, str) else key
-            interceptors.insert(0, KeyInterceptor(keys, operator_services=operator_services))
+            guard = KeyInterceptor(
+                keys,
+                operator_services=operator_services,
+                max_calls_per_tenant=max_calls_per_tenant,
+            )
+            interceptors.insert(0, guard)
         self._server = grpc.aio.server(
             interceptors=interceptors,
             options=server_options(max_message_bytes),

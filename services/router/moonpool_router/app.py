@@ -259,13 +259,15 @@ class RouterService:
     ) -> RpcServer:
         assert self._loop is not None
         settings = self._config.router
+        max_calls, share = limits.max_requests + _NUM_OTHER_CALLS, settings.max_tenant_share
         server = self._server = RpcServer(
             host=settings.host,
             port=settings.grpc_port,
             key=self._keys,
             operator_services=(admin_door.SERVICE,),
             max_message_bytes=PUBLIC_MESSAGE_BYTES,
-            max_calls=limits.max_requests + _NUM_OTHER_CALLS,
+            max_calls=max_calls,
+            max_calls_per_tenant=_part(max_calls, share) if share < 1.0 else None,
         )
         server.add(
             inference_pb2_grpc.add_InferenceServicer_to_server,
