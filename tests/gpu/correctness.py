@@ -39,11 +39,12 @@ from support.tiny_llama import TinyLlama, write_tiny_llama
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 96
-NUM_LAYERS = 3
+#: A shape whose kernels the benchmarks use, too: each takes a minute to compile.
+NUM_LAYERS, HEAD_DIM = 3, 128
 #: Mean difference of a layer's KV, as a share of its mean size.
-_MAX_DIFFERENCE = {"bfloat16": 0.06, "float8_e4m3": 0.12}
+_MAX_DIFFERENCE = {"bfloat16": 0.06, "float8_e4m3": 0.2}
 #: Share of tokens that must be the CPU's; the others are near ties.
-_MIN_EQUAL = {"bfloat16": 0.85, "float8_e4m3": 0.75}
+_MIN_EQUAL = {"bfloat16": 0.85, "float8_e4m3": 0.6}
 
 
 class _Pair:
@@ -159,7 +160,7 @@ def check(lab: Lab) -> list[str]:
             hidden_size=256,
             intermediate_size=512,
             num_heads=8,
-            head_dim=64,
+            head_dim=HEAD_DIM,
         )
         path = write_tiny_llama(Path(folder) / "tiny", shape)
         model_dir = open_model_dir(path, name="tiny", data_dir=Path(folder) / "home")

@@ -18,7 +18,7 @@ from moonpool.engine.device.flashinfer import (
 from moonpool.engine.device.kernels import TorchKernels
 from moonpool.engine.device.pool import DevicePool
 from moonpool.engine.device.tables import StepUpload
-from moonpool.kv.layout import KvLayout
+from moonpool.kv.layout import KvDtype, KvLayout
 
 
 def ceilings(lab: Lab) -> None:
@@ -44,17 +44,18 @@ def _copy_rate(lab: Lab) -> float:
 class Attention:
     """One layer's pool and the attention over it."""
 
-    def __init__(self, lab: Lab, num_blocks: int) -> None:
+    def __init__(self, lab: Lab, num_blocks: int, kv_dtype: KvDtype = "bfloat16") -> None:
         scale = lab.scale
         self.layout = KvLayout.block_major(
             num_blocks=num_blocks,
             num_layers=1,
             num_kv_heads=scale.num_kv_heads,
             head_dim=scale.head_dim,
-            dtype="bfloat16",
+            dtype=kv_dtype,
         )
         self.pool = DevicePool(self.layout, lab.device)
-        fill(self.pool)
+        if kv_dtype == "bfloat16":
+            fill(self.pool)
         self.upload = StepUpload(lab.device)
         self.kernels = (
             TorchKernels() if lab.flashinfer is None else FlashInferKernels(lab.flashinfer)

@@ -100,7 +100,8 @@ class RandomEngine:
     ) -> None:
         layout = pool_layout(model.config, num_blocks)
         self.pool = DevicePool(layout, lab.device)
-        self.host = KvPool(bytearray(layout.pool_bytes), layout)
+        # Not touched before something leaves: most engines here keep all they have on the device.
+        self.host = KvPool(np.zeros(layout.pool_bytes, np.uint8).data, layout)
         upload = StepUpload(lab.device)
         self.parts = make_parts(
             model,
