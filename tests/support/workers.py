@@ -42,6 +42,7 @@ def worker_config(
             data_dir=data_dir,
             model=str(model),
             dtype=dtype,
+            compute_dtype="float32",
             nats_url="nats://127.0.0.1:1",
             local_prefill_tokens=local_prefill_tokens,
             telemetry=TelemetrySettings(),

@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from moonpool.config.cpu import has_bfloat16_products
 from moonpool.config.load import FLAG_BY_KEY, LoadedConfig, load_cluster_config
 from moonpool.config.private_file import create_private
 from moonpool.config.process import (
@@ -232,6 +233,11 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
             "max_num_batched_tokens = 15: allowed is at least block_size = 16",
         ),
         ("failpoints = 'x=kill'", "allowed only with unsafe_failpoints"),
+        ("dtype = 'float32'\ncompute_dtype = 'bfloat16'", "allowed only with dtype = 'bfloat16'"),
+        (
+            "compute_dtype = 'float32'\n[worker]\ndevice = 'cuda'\nallow_unverified = true",
+            "compute_dtype = 'float32': allowed only for workers on CPUs",
+        ),
         ("[nats]\nurl = 'http://x'", "nats.url = 'http://x' (cluster.toml): allowed are urls like"),
         ("model = ", "cluster.toml: "),
         ("[router]\nrequest_timeout_s = nan", "router.request_timeout_s = nan"),
@@ -343,6 +349,43 @@ def test_the_example_file_is_the_defaults_but_for_what_it_says() -> None:
     config = load_cluster_config(_REPO / "deploy" / "cluster.toml", environ={}).config
     defaults = load_cluster_config(None, environ={}).config
     assert config == defaults
+
+
+@pytest.mark.parametrize(
+    ("document", "computed_as"),
+    [
+        ("dtype = 'float32'", "float32"),
+        ("compute_dtype = 'bfloat16'", "bfloat16"),
+        ("compute_dtype = 'float32'", "bfloat16-in-float32"),
+        ("compute_dtype = 'float32'\nquantization = 'int8'", "bfloat16-int8-in-float32"),
+        ("[worker]\ndevice = 'cuda'\nallow_unverified = true", "bfloat16"),
+        ("", "bfloat16" if has_bfloat16_products() else "bfloat16-in-float32"),
+    ],
+)
+def test_a_namespace_says_what_is_computed_in(
+    tmp_path: Path, document: str, computed_as: str
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(document)
+    cluster = load_cluster_config(path, environ={}).config
+    common = router_config(cluster, nats_url="nats://127.0.0.1:1").common
+    assert common.computed_as == computed_as
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("flags\t\t: fpu avx2 fma avx512f avx512bw avx512vl avx512dq", True),
+        ("flags\t\t: fpu avx2 fma avx512f", False),
+        ("flags\t\t: fpu avx2 fma avx_vnni avx_vnni_int8 avx_ne_convert", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("Features\t: fp asimd", False),
+        ("bogus", False),
+        ("", False),
+    ],
+)
+def test_a_cpu_with_bfloat16_products(cpuinfo: str, expected: bool) -> None:
+    assert has_bfloat16_products(f"processor\t: 0\n{cpuinfo}\n") is expected
 
 
 def test_the_example_file_shows_every_key() -> None:

@@ -228,6 +228,7 @@ def test_boot_survives_the_wire() -> None:
         model_name="tiny",
         data_dir="data",
         dtype="float32",
+        compute_dtype="float32",
         layout=KvLayout.block_major(
             num_blocks=8, num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32"
         ),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moonpool import native
+from moonpool.config.cpu import has_bfloat16_products
 from moonpool.engine.linear import Linear, has_native_bfloat16, round_to_int8
 from moonpool.native.fallback import FallbackKernels
 
@@ -69,6 +70,10 @@ def test_a_row_is_the_same_bits_in_any_batch() -> None:
     x = torch.randn(300, 576)
     together = linear(x)
     assert all(torch.equal(linear(x[row : row + 1])[0], together[row]) for row in range(300))
+
+
+def test_the_configuration_knows_this_cpu_as_torch_does() -> None:
+    assert has_bfloat16_products() == has_native_bfloat16()
 
 
 def test_refuses_rows_of_another_size_or_type() -> None:

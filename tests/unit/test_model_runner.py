@@ -209,7 +209,7 @@ def test_kv_is_the_same_bits_however_a_prompt_is_computed(model_dir: ModelDir, d
 def test_bfloat16_arithmetic_stays_close_on_every_path(model_dir: ModelDir) -> None:
     """What a CPU with bfloat16 products does; slow, but right, on one without."""
     engine, exact = Engine(model_dir, "bfloat16"), Engine(model_dir)
-    model = load_model(model_dir, "bfloat16", compute_dtype=torch.bfloat16, kernels=kernels())
+    model = load_model(model_dir, "bfloat16", compute_dtype="bfloat16", kernels=kernels())
     engine.runner = ModelRunner(
         model, engine.buffer, engine.layout, max_num_seqs=4, kernels=kernels()
     )

@@ -165,6 +165,9 @@ def up(
     ] = None,
     host_size: Annotated[str | None, typer.Option(help="Memory of each store, like 1GiB.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    compute_dtype: Annotated[
+        str | None, typer.Option(help="What is computed in; default: what this CPU does fast.")
+    ] = None,
     quantization: Annotated[
         str | None, typer.Option(help="int8: weights of 1 byte. Default: none.")
     ] = None,
@@ -292,6 +295,7 @@ def up(
         "data_dir": data_dir,
         "model": model,
         "dtype": dtype,
+        "compute_dtype": compute_dtype,
         "quantization": quantization,
         "kv_cache_dtype": kv_cache_dtype,
         "local_prefill_tokens": local_prefill_tokens,

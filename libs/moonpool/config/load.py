@@ -38,6 +38,7 @@ FLAG_BY_KEY = {
     "data_dir": "--data-dir",
     "model": "--model",
     "dtype": "--dtype",
+    "compute_dtype": "--compute-dtype",
     "quantization": "--quantization",
     "kv_cache_dtype": "--kv-cache-dtype",
     "local_prefill_tokens": "--local-prefill-tokens",

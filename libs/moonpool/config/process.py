@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field, StringConstraints, ValidationError
 
+from moonpool.config.cpu import has_bfloat16_products
 from moonpool.config.explain import describe_errors
 from moonpool.config.private_file import write_private
 from moonpool.config.schema import (
@@ -44,6 +45,8 @@ class CommonSettings(Section):
     data_dir: Path
     model: str
     dtype: Dtype
+    #: What is computed in, wherever a process runs: another one gives other values.
+    compute_dtype: Dtype
     quantization: Quantization = "none"
     kv_cache_dtype: KvCacheDtype = "auto"
     #: With the broker's credentials, if it has any.
@@ -59,11 +62,10 @@ class CommonSettings(Section):
         return self.dtype if self.kv_cache_dtype == "auto" else "float8_e4m3"
 
     @property
-    def compute_dtype(self) -> str:
-        """What a model is computed in, as a namespace names it: other weights, other KV."""
-        if self.quantization == "none":
-            return self.dtype
-        return f"{self.dtype}-{self.quantization}"
+    def computed_as(self) -> str:
+        """What a model is computed in, as a namespace names it: other weights or products, other KV."""
+        weights = self.dtype if self.quantization == "none" else f"{self.dtype}-{self.quantization}"
+        return weights if self.compute_dtype == self.dtype else f"{weights}-in-{self.compute_dtype}"
 
 
 class RouterConfig(Section):
@@ -190,12 +192,21 @@ def read_document(source: str, document_type: type[DocumentT]) -> DocumentT:
         raise ConfigError(describe_errors(error, document_type, where=source)) from None
 
 
+def _compute_dtype(cluster: ClusterConfig) -> Dtype:
+    if cluster.compute_dtype != "auto":
+        return cluster.compute_dtype
+    # Emulated products of bfloat16 are many times slower than float32's.
+    is_emulated = not (cluster.is_any_worker_on_gpu or has_bfloat16_products())
+    return "float32" if is_emulated else cluster.dtype
+
+
 def _common(cluster: ClusterConfig, nats_url: str) -> CommonSettings:
     return CommonSettings(
         cluster=cluster.name,
         data_dir=cluster.data_dir,
         model=cluster.model,
         dtype=cluster.dtype,
+        compute_dtype=_compute_dtype(cluster),
         quantization=cluster.quantization,
         kv_cache_dtype=cluster.kv_cache_dtype,
         nats_url=nats_url,

@@ -34,6 +34,7 @@ from moonpool.config.values import (
 from moonpool.inference.request import DEFAULT_TENANT
 
 Dtype = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["none", "int8"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 RoleName = Literal["prefill", "decode", "both"]
@@ -476,6 +477,8 @@ class ClusterConfig(Section):
     #: A name that `moonpool pull` knows, or a directory.
     model: Annotated[str, StringConstraints(min_length=1, max_length=4_096)] = "smollm2-135m"
     dtype: Dtype = "bfloat16"
+    #: What is computed in. auto: the dtype, but float32 where this machine's CPU has no bfloat16 products.
+    compute_dtype: ComputeDtype = "auto"
     #: int8: linears' weights in 1 byte each, and a scale for each output.
     quantization: Quantization = "none"
     #: What KV is kept in: as the model is (auto), or in 1 byte a value, which only GPUs compute with.
@@ -495,6 +498,10 @@ class ClusterConfig(Section):
     #: Places at which processes break on purpose; refused unless `unsafe_failpoints` is set.
     failpoints: str = ""
     unsafe_failpoints: bool = False
+
+    @property
+    def is_any_worker_on_gpu(self) -> bool:
+        return any(group.settings.device != "cpu" for group in self.workers)
 
     @field_validator("data_dir")
     @classmethod
@@ -537,7 +544,11 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"kv_cache_dtype = {self.kv_cache_dtype!r}: allowed only if all workers are on a GPU"
             )
-        if any(group.settings.device != "cpu" for group in self.workers):
+        if self.dtype == "float32" and self.compute_dtype == "bfloat16":
+            raise ValueError("compute_dtype = 'bfloat16': allowed only with dtype = 'bfloat16'")
+        if self.is_any_worker_on_gpu:
+            if self.compute_dtype == "float32":
+                raise ValueError("compute_dtype = 'float32': allowed only for workers on CPUs")
             if self.dtype != "bfloat16":
                 raise ValueError(
                     f"dtype = {self.dtype!r}: workers on a GPU compute in bfloat16 only"

@@ -24,7 +24,7 @@ def load_model(
     *,
     quantization: Quantization = "none",
     num_positions: int | None = None,
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype: KvDtype | None = None,
     kernels: Kernels,
 ) -> LlamaModel:
     """Loads all weights, rounded to `dtype`; those of linears further, by `quantization`.
@@ -40,24 +40,26 @@ def load_model(
     stored = TORCH_DTYPES[dtype]
     if compute_dtype is None:
         is_emulated = stored is torch.bfloat16 and not has_native_bfloat16()
-        compute_dtype = torch.float32 if is_emulated else stored
+        computed = torch.float32 if is_emulated else stored
+    else:
+        computed = TORCH_DTYPES[compute_dtype]
     config = model_dir.config
     tensors = LlamaTensors(model_dir, stored)
-    pack = _Packer(dtype=compute_dtype, kernels=kernels, quantization=quantization)
+    pack = _Packer(dtype=computed, kernels=kernels, quantization=quantization)
     embedding = tensors.embedding()
     layers = tuple(pack.layer(tensors.layer(index)) for index in range(config.num_layers))
-    final_norm = tensors.final_norm().to(compute_dtype)
+    final_norm = tensors.final_norm().to(computed)
     head = tensors.lm_head(embedding)
     tensors.check_all_taken()
     return LlamaModel(
         config=config,
-        dtype=compute_dtype,
+        dtype=computed,
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,
         lm_head=pack.linear(Matrix(weight=head, bias=None)),
         rope=RopeTable(config, num_positions or config.max_positions),
-        row_math=RowMath(eps=config.rms_norm_eps, dtype=compute_dtype, kernels=kernels),
+        row_math=RowMath(eps=config.rms_norm_eps, dtype=computed, kernels=kernels),
     )
 
 

@@ -137,6 +137,7 @@ def load_runner(
     layout: KvLayout,
     *,
     dtype: KvDtype,
+    compute_dtype: KvDtype | None = None,
     max_num_seqs: int,
     kernels: Kernels,
     quantization: Quantization = "none",
@@ -144,6 +145,8 @@ def load_runner(
     num_threads: int = 1,
 ) -> ModelRunner:
     """Loads the model and binds it to a pool; sets torch's threads for this process.
+
+    `compute_dtype`: see load_model.
 
     Raises:
         ModelError: the model's files are damaged or do not fit its configuration.
@@ -153,6 +156,7 @@ def load_runner(
     model = load_model(
         model_dir,
         dtype,
+        compute_dtype=compute_dtype,
         quantization=quantization,
         num_positions=max_model_len,
         kernels=kernels,

@@ -33,6 +33,8 @@ class EngineBoot:
     model_name: str
     data_dir: str
     dtype: KvDtype
+    #: What its arithmetic is done in; at least as wide.
+    compute_dtype: KvDtype
     quantization: Quantization = "none"
     #: `cpu`, or as torch names a GPU.
     device: str = "cpu"

@@ -148,6 +148,7 @@ def _load_runner(boot: EngineBoot, memory: WorkerMemory) -> Runner:
         pool,
         boot.layout,
         dtype=boot.dtype,
+        compute_dtype=boot.compute_dtype,
         quantization=boot.quantization,
         max_num_seqs=core.max_num_seqs,
         max_model_len=core.max_model_len,

@@ -54,6 +54,7 @@ class EngineOptions:
     model_name: str
     data_dir: str
     dtype: KvDtype
+    compute_dtype: KvDtype
     quantization: Quantization = "none"
     #: `cpu`, or as torch names a GPU.
     device: str = "cpu"
@@ -133,6 +134,7 @@ class EngineProcess:
                 model_name=options.model_name,
                 data_dir=options.data_dir,
                 dtype=options.dtype,
+                compute_dtype=options.compute_dtype,
                 quantization=options.quantization,
                 device=options.device,
                 layout=self._memory.layout,

@@ -91,7 +91,7 @@ def worker_hello(
         model=model.name,
         namespace=ModelNamespace(
             model_fingerprint=model.fingerprint,
-            compute_dtype=config.common.compute_dtype,
+            compute_dtype=config.common.computed_as,
             kv_dtype=dtype,
             block_size=settings.block_size,
         ),
@@ -144,6 +144,7 @@ def engine_options(
         model_name=model.name,
         data_dir=str(common.data_dir),
         dtype=common.dtype,
+        compute_dtype=common.compute_dtype,
         quantization=common.quantization,
         device=config.worker.device,
         core=core,

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from moonpool.cluster.local_cluster import LocalCluster
+from moonpool.config.process import router_config
 from moonpool.config.secret import load_or_create_secret
 from moonpool.errors import MoonpoolError
 from moonpool.hub.model_dir import resolve
@@ -337,7 +338,7 @@ async def open_ring(
     secret = load_or_create_secret(config.data_dir)
     model = ModelNamespace(
         model_fingerprint=resolve(config.model, data_dir=config.data_dir).fingerprint,
-        compute_dtype=config.dtype,
+        compute_dtype=router_config(config, nats_url="").common.computed_as,
         kv_dtype=config.dtype,
         block_size=BLOCK_SIZE,
     )

@@ -47,7 +47,7 @@ def namespace_of(config: KvStoreConfig, model: ModelDir) -> ModelNamespace:
     dtype = config.common.kv_dtype
     return ModelNamespace(
         model_fingerprint=model.fingerprint,
-        compute_dtype=config.common.compute_dtype,
+        compute_dtype=config.common.computed_as,
         kv_dtype=dtype,
         block_size=config.block_size,
     )
