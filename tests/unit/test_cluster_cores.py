@@ -24,6 +24,12 @@ def test_more_decode_engines_than_cores_share_all_but_one() -> None:
     )
 
 
+def test_prefill_engines_share_with_the_others_what_is_too_little() -> None:
+    assert plan_cores([0, 1, 2], num_decode_engines=1, num_prefill_engines=2) == CorePlan(
+        decode_engines=((2,),), prefill_engines=((0,), (1,)), others=(0, 1)
+    )
+
+
 @given(num_cores=st.integers(1, 40), num_decode=st.integers(0, 10), num_prefill=st.integers(0, 10))
 def test_decode_never_shares_with_anything_but_decode(
     num_cores: int, num_decode: int, num_prefill: int
@@ -35,6 +41,8 @@ def test_decode_never_shares_with_anything_but_decode(
     assert len(plan.prefill_engines) == num_prefill
     if num_cores > 1:
         assert plan.others
+        engines = plan.decode_engines + plan.prefill_engines
+        assert all(len(cores) == 1 for cores in engines), "one thread"
         decode = {core for cores in plan.decode_engines for core in cores}
         assert not decode & set(plan.others)
         assert not decode & {core for cores in plan.prefill_engines for core in cores}

@@ -17,14 +17,18 @@ from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.linear import has_native_bfloat16, round_to_int8
 from moonpool.engine.loader import load_model
 from moonpool.engine.runner import ModelRunner, load_runner
+from moonpool.engine.threads import kernels_for
 from moonpool.hub.model_dir import ModelDir
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.layout import KvLayout
-from moonpool.native import kernels, status
+from moonpool.native import LeafGeometry, kernels, status
 from support.engine import NoMark, open_tiny
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
 NUM_BLOCKS = 32
+SMALL = KvLayout.block_major(
+    num_blocks=4, num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"
+)
 GREEDY = SampleSpec(sampling=SamplingParams(temperature=0.0), position=0)
 
 
@@ -273,3 +277,17 @@ def test_int8_is_the_model_of_the_rounded_weights(tmp_path: Path, is_tied: bool)
     assert found == expected
     torch.testing.assert_close(found_kv, expected_kv, atol=1e-4, rtol=1e-4)
     assert (found_kv - exact_kv).abs().max() > 1e-3, "nothing was rounded"
+
+
+def test_an_engine_of_several_threads_leaves_all_arithmetic_to_torch() -> None:
+    pool, geometry = np.zeros(2**16, np.uint8), LeafGeometry.of_layout(SMALL)
+    weight = np.ones((16, 16), np.int8)
+    for num_threads in (1, 2):
+        form = kernels_for(kernels(), num_threads)
+        in_c = [
+            form.row_kernels(),
+            form.pack_linear(weight, None, np.ones(16, np.float32)),
+            form.paged_attention(pool, geometry, group_size=1, is_bfloat16=False),
+        ]
+        is_in_c = status().is_compiled and num_threads == 1
+        assert [each is not None for each in in_c] == [is_in_c] * 3

@@ -1,7 +1,8 @@
 """Which CPU cores each part of a local cluster runs on.
 
 A decode engine is what every token waits for: it gets a core of its own as long as one is left for
-everything else. What is left over then goes to prefill engines, one each if there are enough.
+everything else. What is left over then goes to prefill engines, one each, which they share with everything
+else if there are too few. An engine never gets two: the C library's kernels work in one thread.
 """
 
 from __future__ import annotations
@@ -45,5 +46,5 @@ def plan_cores(
         prefill_engines = tuple((core,) for core in rest[len(others) :])
     else:
         others = rest
-        prefill_engines = (rest,) * num_prefill_engines
+        prefill_engines = tuple((rest[index % len(rest)],) for index in range(num_prefill_engines))
     return CorePlan(decode_engines=decode_engines, prefill_engines=prefill_engines, others=others)

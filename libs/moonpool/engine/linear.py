@@ -3,7 +3,7 @@
 A CPU without bfloat16 arithmetic: the C library (native/src/linear.c), for any number of rows. It keeps
 a weight of bfloat16 in 2 bytes and expands it in registers, and one of float32 in 4. A step of few rows
 is bound by reading the weights once, and many rows are multiplied as fast as oneDNN multiplies float32.
-A row's result does not depend on the other rows. It works in one thread.
+A row's result does not depend on the other rows. It works in one thread (threads.py).
 
 A weight may be rounded to int8, which is what each output's largest weight is 127 of (Quantization). The C
 library keeps it in 1 byte on any CPU, since what a decode step waits for is reading it; without that
@@ -104,7 +104,7 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _native(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels
 ) -> PackedLinear | None:
-    if dtype is not torch.float32 or has_native_bfloat16() or torch.get_num_threads() > 1:
+    if dtype is not torch.float32 or has_native_bfloat16():
         return None
     bits = weight.contiguous()
     return kernels.pack_linear(

@@ -24,6 +24,7 @@ from moonpool.engine.loader import load_model
 from moonpool.engine.model import LlamaModel
 from moonpool.engine.native_attention import NativePagedAttention
 from moonpool.engine.sampler import sample
+from moonpool.engine.threads import kernels_for
 from moonpool.hub.model_dir import ModelDir
 from moonpool.kv.layout import KvDtype, KvLayout
 from moonpool.native import Kernels, LeafGeometry
@@ -153,6 +154,7 @@ def load_runner(
         ValueError: the layout is not this model's, or the buffer is too small.
     """
     torch.set_num_threads(num_threads)
+    kernels = kernels_for(kernels, num_threads)
     model = load_model(
         model_dir,
         dtype,
