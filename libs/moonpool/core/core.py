@@ -464,7 +464,9 @@ class Core:
 
         Only a row that draws is looked at. What is not finite may come from a chunk before it, from
         the prefix that it found here or at a peer, or from its source: any of them is in the cache by
-        then.
+        then. So the whole chain goes, from its first block on, and with it every other conversation of
+        this tenant that begins with the same block: they are computed again. To spare the beginning that
+        they share would have them fail in turn where that is what is damaged, or answer wrongly.
         """
         self._scheduler.forget_chain(state)
         if state.block_hashes:
