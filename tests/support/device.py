@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from moonpool.engine.device.tables import StepUpload
 from moonpool.engine.kv_pool import TORCH_DTYPES, KvPool
 from moonpool.hub.model_dir import ModelDir
 from moonpool.kv.layout import KvDtype, KvLayout
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 CPU = torch.device("cpu")
 
@@ -34,13 +37,14 @@ class DeviceEngine:
         dtype: KvDtype = "float32",
         num_blocks: int = 64,
         layout: KvLayout | None = None,
+        buffer: WriteableBuffer | None = None,
         streams: Streams | None = None,
         model: DeviceModel | None = None,
     ) -> None:
         layout = layout or model_dir.config.kv_layout(num_blocks, dtype)
         self.layout = layout
-        self.buffer = bytearray(layout.pool_bytes)
-        self.host = KvPool(self.buffer, layout)
+        self.buffer = bytearray(0 if buffer is not None else layout.pool_bytes)
+        self.host = KvPool(self.buffer if buffer is None else buffer, layout)
         self.pool = DevicePool(layout, CPU)
         upload = StepUpload(CPU)
         self.model = model or load_device_model(model_dir, CPU, dtype=TORCH_DTYPES[dtype])
