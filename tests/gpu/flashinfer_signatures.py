@@ -4,17 +4,19 @@
 
 They are read out of the wheel's sources, which takes no GPU, and 100 MB of wheel once instead of
 855 MB installed in each test run. The stand-in that the tests use (tests/support/flashinfer_stand_in.py)
-takes no call that these signatures do not.
+takes no call that these signatures do not. `differences` compares a FlashInfer that can be imported.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 OUTPUT = Path(__file__).resolve().parents[1] / "support" / "flashinfer_signatures.json"
@@ -48,6 +50,24 @@ def main() -> None:
         "classes": {name: _methods(modules[name], name) for name in CLASSES},
     }
     OUTPUT.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def differences(flashinfer: ModuleType) -> list[str]:
+    """What this FlashInfer does not take, of what the signatures written down do."""
+    known = json.loads(OUTPUT.read_text())
+    calls = {name: (getattr(flashinfer, name), known["functions"][name]) for name in FUNCTIONS}
+    for name in CLASSES:
+        for method, parameters in known["classes"][name].items():
+            calls[f"{name}.{method}"] = (getattr(getattr(flashinfer, name), method), parameters)
+    found = []
+    for name, (call, parameters) in calls.items():
+        taken = inspect.signature(call).parameters
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+            continue
+        missing = [one["name"] for one in parameters if one["name"] not in taken]
+        if missing:
+            found.append(f"flashinfer.{name} does not take {', '.join(missing)}")
+    return found
 
 
 def _exports(archive: zipfile.ZipFile) -> dict[str, str]:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import copies
 import correctness
+import flashinfer_signatures
 import kernels
 import steps
 from lab import HEADER, ONE_GPU, SELF_CHECK, Lab, write_json
@@ -54,11 +55,12 @@ def main() -> int:
     print(_where(lab), flush=True)
     problems = []
     if lab.flashinfer is not None and lab.is_gpu:
+        problems += flashinfer_signatures.differences(lab.flashinfer)
         try:
             _compile(lab)
         except (RuntimeError, OSError) as error:
             problems.append(f"FlashInfer's kernels cannot be used: {error}")
-            print(f"{problems[0]}\nGoing on with torch's.", flush=True)
+            print(f"{problems[-1]}\nGoing on with torch's.", flush=True)
             lab.flashinfer = None
     asked = {name for name in args.only.split(",") if name}
     if not asked or "C" in asked:
