@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.core.step import Int32Array, SampleSpec, StepPlan
+from moonpool.core.step import Int32Array, SampleSpec, StepPlan, StepRow
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -70,6 +70,8 @@ class StepBatch:
 
 def build_batch(plan: StepPlan, last_tokens: Int64Array, block_size: int) -> StepBatch:
     """`last_tokens[slot]` is the last token drawn into a slot: the input of a row without ids."""
+    if all(row.num_tokens == 1 and row.sample is not None for row in plan.rows):
+        return _decode_batch(plan.rows, last_tokens, block_size)
     decodes = [row for row in plan.rows if row.num_tokens == 1]
     rows = decodes + [row for row in plan.rows if row.num_tokens > 1]
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -106,6 +108,40 @@ def build_batch(plan: StepPlan, last_tokens: Int64Array, block_size: int) -> Ste
         sample_tokens=_int64([last_by_row[id(row)] for row in sampling]),
         sample_slots=_int64([row.slot for row in sampling]),
         samples=tuple(row.sample for row in sampling if row.sample is not None),
+    )
+
+
+def _decode_batch(rows: Sequence[StepRow], last_tokens: Int64Array, block_size: int) -> StepBatch:
+    """The same for rows of one token that all draw: nothing to sort, and few operations for each row."""
+    num_rows = len(rows)
+    starts = _int64([row.start for row in rows])
+    slots = _int64([row.slot for row in rows])
+    tables = [row.block_tables[0] for row in rows]
+    kv_indptr = _indptr(_int64([len(table) for table in tables]))
+    kv_indices = np.concatenate(tables)
+    offsets = starts % block_size
+    assert (starts // block_size + 1 == np.diff(kv_indptr)).all(), rows
+    token_ids = last_tokens[slots]
+    for index, row in enumerate(rows):
+        if len(row.token_ids):
+            token_ids[index] = row.token_ids[0]
+    tokens = np.arange(num_rows + 1)
+    return StepBatch(
+        pages=PageTables(
+            num_decode_rows=num_rows,
+            qo_indptr=tokens.astype(np.int32),
+            kv_indptr=kv_indptr.astype(np.int32),
+            kv_indices=kv_indices,
+            kv_last_page_len=(offsets + 1).astype(np.int32),
+            block_size=block_size,
+        ),
+        token_ids=token_ids,
+        positions=starts,
+        block_ids=kv_indices[kv_indptr[1:] - 1].astype(np.int64),
+        block_offsets=offsets,
+        sample_tokens=tokens[:num_rows],
+        sample_slots=slots,
+        samples=tuple([row.sample for row in rows if row.sample is not None]),
     )
 
 

@@ -9,6 +9,7 @@ the pool.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.loader import load_model
 from moonpool.engine.model import LlamaModel
 from moonpool.engine.native_attention import NativePagedAttention
-from moonpool.engine.sampler import sample
+from moonpool.engine.native_sampler import Sampler
 from moonpool.engine.threads import kernels_for
 from moonpool.hub.model_dir import ModelDir
 from moonpool.kv.layout import KvDtype, KvLayout
@@ -44,8 +45,12 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         kernels: Kernels,
+        seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`buffer` is the writable pool; it must outlive the runner and hold `layout`."""
+        """`buffer` is the writable pool; it must outlive the runner and hold `layout`.
+
+        `seconds` is what steps are timed by.
+        """
         config = model.config
         group = layout.groups[0]
         shape = (group.num_layers, group.num_kv_heads, group.head_dim)
@@ -53,8 +58,10 @@ class ModelRunner:
         if shape != expected:
             raise ValueError(f"layout has (layers, KV heads, head size) {shape}, model {expected}")
         self._model = model
+        self._seconds = seconds
         self._pool = KvPool(buffer, layout)
         self._attention = _attention(model, self._pool, buffer, kernels)
+        self._sampler = Sampler(kernels)
         #: Last token drawn into each slot.
         self._last_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -64,13 +71,13 @@ class ModelRunner:
             return self._run(plan, mark)
 
     def _run(self, plan: StepPlan, mark: LayerMark) -> StepResult:
-        started = time.perf_counter()
+        started = self._seconds()
         batch = build_batch(plan, self._last_tokens, self._pool.block_size)
         self._attention.plan(batch.pages)
         token_index = self._pool.token_index(batch.block_ids, batch.block_offsets)
         sample_tokens = torch.from_numpy(batch.sample_tokens) if batch.samples else None
 
-        planned = time.perf_counter()
+        planned = self._seconds()
         hidden = self._model.forward(
             token_ids=torch.from_numpy(batch.token_ids),
             positions=torch.from_numpy(batch.positions),
@@ -81,19 +88,18 @@ class ModelRunner:
             attention=self._attention,
             mark=mark,
         )
-        forwarded = time.perf_counter()
-        tokens: tuple[tuple[int, ...], ...] = ()
+        forwarded = self._seconds()
+        drawn: list[int | None] = []
         headed = forwarded
         if hidden is not None:
             logits = self._model.lm_head(hidden)
-            headed = time.perf_counter()
-            drawn = sample(logits, batch.samples)
-            tokens = tuple(() if token is None else (token,) for token in drawn)
-        sampled = time.perf_counter()
-        for slot, run in zip(batch.sample_slots.tolist(), tokens, strict=True):
-            if run:
-                self._last_tokens[slot] = run[-1]
-        ended = time.perf_counter()
+            headed = self._seconds()
+            drawn = self._sampler.sample(logits, batch.samples)
+        sampled = self._seconds()
+        # A row that drew nothing ends: what its slot holds is of no account.
+        self._last_tokens[batch.sample_slots] = [token or 0 for token in drawn]
+        tokens = tuple([() if token is None else (token,) for token in drawn])
+        ended = self._seconds()
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -144,6 +150,7 @@ def load_runner(
     quantization: Quantization = "none",
     max_model_len: int | None = None,
     num_threads: int = 1,
+    seconds: Callable[[], float] = time.perf_counter,
 ) -> ModelRunner:
     """Loads the model and binds it to a pool; sets torch's threads for this process.
 
@@ -163,4 +170,6 @@ def load_runner(
         num_positions=max_model_len,
         kernels=kernels,
     )
-    return ModelRunner(model, buffer, layout, max_num_seqs=max_num_seqs, kernels=kernels)
+    return ModelRunner(
+        model, buffer, layout, max_num_seqs=max_num_seqs, kernels=kernels, seconds=seconds
+    )

@@ -9,6 +9,7 @@ xxhash do the same, except the arithmetic, which is then left to torch.
 from __future__ import annotations
 
 from moonpool.native.geometry import (
+    DRAW_DTYPE,
     LEAF_CHECK_DTYPE,
     LeafCheckArray,
     LeafGeometry,
@@ -29,11 +30,13 @@ from moonpool.native.kernels import (
     PagedAttention,
     Progress,
     RowKernels,
+    SampleKernel,
     StreamRead,
 )
 from moonpool.native.loading import NativeStatus, kernels, status
 
 __all__ = [
+    "DRAW_DTYPE",
     "LEAF_CHECK_DTYPE",
     "ControlPage",
     "CopyCancelledError",
@@ -52,6 +55,7 @@ __all__ = [
     "Progress",
     "RangeError",
     "RowKernels",
+    "SampleKernel",
     "StreamRead",
     "kernels",
     "leaf_checks",

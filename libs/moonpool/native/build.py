@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 LIBRARY_NAME = "libmoonpool_native.so"
@@ -26,7 +27,7 @@ _FLAGS = (
     "-ffp-contract=fast",
 )
 #: Files that are compiled for other instruction sets too; src/dispatch.c chooses at load time.
-_VARIED = ("attention", "chunk_attention", "copy", "leaf_digest", "linear", "rows")
+_VARIED = ("attention", "chunk_attention", "copy", "leaf_digest", "linear", "rows", "sample")
 _X86_VARIANTS = (("avx2", ("-mavx2", "-mfma")), ("avx512", ("-mavx512f", "-mavx2", "-mfma")))
 
 
@@ -42,21 +43,24 @@ def find_compiler() -> str | None:
 def compile_library(target: Path, compiler: str) -> None:
     """Compile src/ into the shared library `target`, replacing it in one move.
 
-    A process that has the old file mapped keeps it. `$CFLAGS` is added to the flags.
+    A process that has the old file mapped keeps it. `$CFLAGS` is added to the flags, those of the
+    linker too.
 
     Raises:
         BuildError: A compiler run failed.
     """
-    flags = [*_FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
+    more_flags = shlex.split(os.environ.get("CFLAGS", ""))
+    flags = [*_FLAGS, *more_flags]
     variants = _X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else ()
     have = [f"-DMP_HAVE_{isa.upper()}" for isa, _ in variants]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         objects: list[str] = []
+        commands: list[list[str]] = []
 
         def compile_one(source: Path, name: str, *more: str) -> None:
             objects.append(str(Path(folder) / f"{name}.o"))
-            _run(
+            commands.append(
                 [
                     compiler,
                     *flags,
@@ -76,8 +80,11 @@ def compile_library(target: Path, compiler: str) -> None:
             for stem in _VARIED:
                 source = _SOURCES / f"{stem}.c"
                 compile_one(source, f"{stem}-{isa}", f"-DMP_ISA={isa}", *flags_of_isa)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(_run, commands):
+                pass
         library = Path(folder) / LIBRARY_NAME
-        _run([compiler, "-shared", "-pthread", *objects, "-o", str(library)])
+        _run([compiler, *more_flags, "-shared", "-pthread", *objects, "-o", str(library)])
         library.replace(target)
 
 

@@ -20,6 +20,7 @@ from moonpool.native.binding import (
 from moonpool.native.compiled_attention import CompiledAttention
 from moonpool.native.compiled_linear import CompiledLinear
 from moonpool.native.compiled_queue import CompiledCopyQueue
+from moonpool.native.compiled_sample import CompiledSampleKernel
 from moonpool.native.compiled_table import CompiledKeyTable
 from moonpool.native.geometry import (
     LEAF_CHECK_DTYPE,
@@ -42,6 +43,7 @@ from moonpool.native.kernels import (
     PagedAttention,
     Progress,
     RowKernels,
+    SampleKernel,
 )
 
 
@@ -159,6 +161,9 @@ class CompiledKernels:
 
     def row_kernels(self) -> RowKernels | None:
         return CompiledRowKernels(self._library)
+
+    def sample_kernel(self) -> SampleKernel | None:
+        return CompiledSampleKernel(self._library)
 
     def copy_queue(self) -> CopyQueue:
         return CompiledCopyQueue(self._library)

@@ -85,6 +85,8 @@ class CompiledAttention:
             attention = ctypes.byref(self._attention)
             self._grow(self._library.working.mp_attend_chunks_work(attention, max_length))
         self._planned = (qo_indptr, indptr, indices, lengths)
+        qo, offsets, blocks = (address_of(one, np.int32) for one in (qo_indptr, indptr, indices))
+        all_lengths, work = address_of(lengths, np.int64), address_of(self._work, np.float32)
         for rows, first, last in (
             (self._rows, 0, num_rows),
             (self._decodes, 0, num_decode_rows),
@@ -93,11 +95,11 @@ class CompiledAttention:
             rows.num_rows = last - first
             rows.num_indices = len(indices)
             rows.max_length = max_length
-            rows.qo_indptr = address_of(qo_indptr, np.int32) + first * _INT32_BYTES
-            rows.indptr = address_of(indptr, np.int32) + first * _INT32_BYTES
-            rows.indices = address_of(indices, np.int32)
-            rows.lengths = address_of(lengths, np.int64) + first * _INT64_BYTES
-            rows.work = address_of(self._work, np.float32)
+            rows.qo_indptr = qo + first * _INT32_BYTES
+            rows.indptr = offsets + first * _INT32_BYTES
+            rows.indices = blocks
+            rows.lengths = all_lengths + first * _INT64_BYTES
+            rows.work = work
 
     def run(
         self, layer: int, query: int, query_stride: int, out: int, *, is_last_only: bool = False

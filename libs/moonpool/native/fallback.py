@@ -43,6 +43,7 @@ from moonpool.native.kernels import (
     PagedAttention,
     Progress,
     RowKernels,
+    SampleKernel,
     StreamRead,
 )
 
@@ -125,6 +126,9 @@ class FallbackKernels:
         return FallbackGathering(pool, spans)
 
     def row_kernels(self) -> RowKernels | None:
+        return None
+
+    def sample_kernel(self) -> SampleKernel | None:
         return None
 
     def copy_queue(self) -> CopyQueue:

@@ -26,6 +26,14 @@ LEAF_CHECK_DTYPE = np.dtype(
     [("block", "<i8"), ("layer", "<i8"), ("after_span", "<i8"), ("expected", "<u8")]
 )
 
+#: How each row is drawn from: the layout of `mp_draw` in src/moonpool_native.h. Temperature 0 takes the
+#: largest logit, top_p 1 and top_k 0 keep all tokens; `number` is uniform in [0, 1).
+DRAW_DTYPE = np.dtype(
+    [("temperature", "<f8"), ("top_p", "<f8"), ("number", "<f8"), ("top_k", "<i8")]
+)
+#: An array of DRAW_DTYPE.
+DrawArray = npt.NDArray[np.void]
+
 
 class RangeError(ValueError):
     """A span, block, layer or slot lies outside of its region. Nothing was written.

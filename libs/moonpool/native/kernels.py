@@ -14,6 +14,7 @@ from moonpool.native.geometry import (
     BoolArray,
     ByteArray,
     DigestArray,
+    DrawArray,
     Float32Array,
     Int32Array,
     Int64Array,
@@ -280,6 +281,19 @@ class RowKernels(Protocol):
         ...
 
 
+class SampleKernel(Protocol):
+    """From logits to tokens, as engine/sampler.py says. A row's token does not depend on the others."""
+
+    def sample(self, logits: int, size: int, draws: DrawArray) -> Int64Array:
+        """int64[rows]: one token for each row; -1 for a row that is not finite.
+
+        Args:
+            logits: Address of contiguous float32[rows, size]; not checked.
+            draws: How each row is drawn from.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """Calls release the interpreter lock in the compiled form."""
 
@@ -365,6 +379,10 @@ class Kernels(Protocol):
         ...
 
     def row_kernels(self) -> RowKernels | None:
+        """None without the C library."""
+        ...
+
+    def sample_kernel(self) -> SampleKernel | None:
         """None without the C library."""
         ...
 

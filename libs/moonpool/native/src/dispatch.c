@@ -11,7 +11,8 @@
     void mp_attend_chunks_##isa(const mp_attention *, int64_t, const mp_attention_rows *,   \
                                 const float *, int64_t, float *, mp_result *);              \
     void mp_rms_norm_##isa(const float *, const float *, float, int64_t, int64_t, float *); \
-    void mp_silu_mul_##isa(const float *, int64_t, int64_t, float *);
+    void mp_silu_mul_##isa(const float *, int64_t, int64_t, float *);                       \
+    void mp_sample_##isa(const float *, int64_t, int64_t, const mp_draw *, uint64_t *, int64_t *);
 
 #define CHOOSE(isa)                              \
     do {                                         \
@@ -23,6 +24,7 @@
         attend_chunks = mp_attend_chunks_##isa;  \
         rms_norm = mp_rms_norm_##isa;            \
         silu_mul = mp_silu_mul_##isa;            \
+        sample = mp_sample_##isa;                \
         chosen_isa = #isa;                       \
     } while (0)
 
@@ -42,6 +44,7 @@ static mp_attend_fn attend = mp_attend_baseline;
 static mp_attend_fn attend_chunks = mp_attend_chunks_baseline;
 static mp_rms_norm_fn rms_norm = mp_rms_norm_baseline;
 static mp_silu_mul_fn silu_mul = mp_silu_mul_baseline;
+static mp_sample_fn sample = mp_sample_baseline;
 static const char *chosen_isa = "baseline";
 
 __attribute__((constructor)) static void choose(void)
@@ -102,4 +105,10 @@ MP_EXPORT void mp_rms_norm(const float *x, const float *weight, float eps, int64
 MP_EXPORT void mp_silu_mul(const float *x, int64_t num_rows, int64_t size, float *y)
 {
     silu_mul(x, num_rows, size, y);
+}
+
+MP_EXPORT void mp_sample(const float *logits, int64_t num_rows, int64_t size, const mp_draw *draws,
+                         uint64_t *work, int64_t *tokens)
+{
+    sample(logits, num_rows, size, draws, work, tokens);
 }

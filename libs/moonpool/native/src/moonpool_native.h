@@ -24,7 +24,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 9
+#define MP_ABI_VERSION 10
 
 enum {
     MP_OK = 0,
@@ -205,6 +205,24 @@ typedef void (*mp_attend_fn)(const mp_attention *attention, int64_t layer,
 typedef void (*mp_rms_norm_fn)(const float *x, const float *weight, float eps, int64_t num_rows,
                                int64_t size, float *y);
 typedef void (*mp_silu_mul_fn)(const float *x, int64_t num_rows, int64_t size, float *y);
+
+/* Tokens of neighbouring ids that sample.c looks at together. */
+enum { MP_SAMPLE_GROUP = 64 };
+
+/* How one row's token is drawn; see sample.c. */
+typedef struct {
+    double temperature; /* 0: the largest logit */
+    double top_p;       /* 1: all */
+    double number;      /* uniform in [0, 1) */
+    int64_t top_k;      /* 0: all */
+} mp_draw;
+
+/*
+ * tokens[num_rows] for logits[num_rows, size]; -1 for a row that is not finite. `work` is of `size` words
+ * and two for each group.
+ */
+typedef void (*mp_sample_fn)(const float *logits, int64_t num_rows, int64_t size,
+                             const mp_draw *draws, uint64_t *work, int64_t *tokens);
 
 MP_EXPORT void mp_publish(void *page, uint64_t step, uint32_t layers_done);
 MP_EXPORT int64_t mp_ring(int32_t eventfd);
