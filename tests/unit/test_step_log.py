@@ -67,3 +67,21 @@ def test_the_oldest_goes_first() -> None:
     for step in range(1, 5):
         log.frame_received(frame(step, at=10 * step, computed=10 * step - 1))
     assert [step.step for step in log.after(0, max_steps=10)] == [2, 3]
+
+
+def test_what_a_step_takes_beside_the_model_is_told_of_steps_that_follow_another() -> None:
+    log = StepLog()
+    second = 10**9
+    told = [
+        log.frame_received(one)
+        for one in (
+            frame(1, at=1 * second),
+            frame(2, at=2 * second, computed=2 * second),  # the first: from where is not known
+            frame(3, at=3 * second, computed=3 * second),  # 1 s, of which the model took 0.5
+            frame(0, at=4 * second, computed=4 * second),
+            frame(4, at=9 * second),  # the engine was idle
+            frame(5, at=10 * second, computed=10 * second),
+            frame(7, at=12 * second, computed=12 * second),  # one was merged away
+        )
+    ]
+    assert told == [None, None, 0.5, 0.5, None, None, None]

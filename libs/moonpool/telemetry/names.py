@@ -46,6 +46,7 @@ _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0
 _STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_OVERHEAD_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.05, 0.25)
 
 
 def _counter(name: str, help_text: str, *labels: str) -> Metric:
@@ -219,6 +220,13 @@ STEP = _histogram(
     "Engine step, by part: forward, logits, sample, other.",
     _STEP_S,
     "part",
+)
+STEP_OVERHEAD = _histogram(
+    "moonpool_step_overhead_seconds",
+    "From one step's tokens to the next one's, less forward, logits and sampler, by decodes in the step:"
+    " 1-8, 9-64, 65-; chunks: steps with prompts.",
+    _OVERHEAD_S,
+    "batch",
 )
 STEP_TOKENS = _counter("moonpool_step_tokens_total", "Tokens computed by the engine.")
 WORKER_REQUESTS = _gauge(

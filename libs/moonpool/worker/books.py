@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from moonpool.core.protocol import CoreFrame, HandBackReason, RefuseReason
 from moonpool.handoff.effects import FetchOutcome, RecordFetch
 from moonpool.ids import WorkerId
+from moonpool.latency.step_shape import StepShape
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.names import Metric
@@ -37,6 +38,7 @@ WORKER_METRICS: tuple[Metric, ...] = (
     names.KV_OFFLOAD_CHAINS,
     names.KV_OFFLOAD_BREAKER,
     names.STEP,
+    names.STEP_OVERHEAD,
     names.STEP_TOKENS,
     names.WORKER_REQUESTS,
     names.QUEUED_TOKENS,
@@ -76,6 +78,10 @@ class WorkerBooks:
             metrics.observe(names.STEP, frame.other_s, part="other")
         if frame.num_preemptions:
             metrics.count(names.PREEMPTIONS, frame.num_preemptions)
+
+    def step_overhead(self, overhead_s: float, shape: StepShape) -> None:
+        """What a step took beside the model and the sampler."""
+        self._metrics.observe(names.STEP_OVERHEAD, overhead_s, batch=_batch_label(shape))
 
     def read(self, result: ReadResult, *, backend: str, num_bad_blocks: int) -> None:
         """One read of KV from a peer ended, some blocks of it perhaps not as their digests say."""
@@ -162,3 +168,11 @@ class WorkerBooks:
         metrics.set(names.HANDOFFS, report.num_handoffs)
         metrics.set(names.HANDOFF_STREAMS, report.num_open_streams)
         metrics.set(names.KV_PREFIX_LOCKS, ledger.num_prefix_locks)
+
+
+def _batch_label(shape: StepShape) -> str:
+    if shape.num_prefill_tokens:
+        return "chunks"
+    if shape.num_decodes <= 8:
+        return "1-8"
+    return "9-64" if shape.num_decodes <= 64 else "65-"

@@ -294,7 +294,9 @@ class WorkerShell:
         if self.offload is not None and frame.cache_events:
             self.offload.take(frame.cache_events)
         self._book.core_frame(timed)
-        self.steps.frame_received(timed)
+        overhead_s = self.steps.frame_received(timed)
+        if overhead_s is not None:
+            self._books.step_overhead(overhead_s, timed.shape)
         self.fits.frame_received(timed)
         self._handoffs.fetches.chooser.prefill_cost = self.fits.prefill_cost
         self._driver.handle(CoreFrameReceived(step=frame.step, replies=frame.replies))
