@@ -93,6 +93,8 @@ class RequestState:
     #: Tokens that end the answer.
     stop_token_ids: frozenset[int]
     seed: NamespaceSeed
+    #: Tokens of the request: prompt and emitted. What is known beyond was drawn here.
+    num_given_tokens: int
     status: RequestStatus = RequestStatus.WAITING
 
     #: int32[max_num_tokens], of which [0, num_tokens) are known.
@@ -176,6 +178,7 @@ class RequestState:
             max_num_tokens=max_num_tokens,
             stop_token_ids=frozenset(stops),
             seed=seed,
+            num_given_tokens=len(known),
             token_ids=token_ids,
             num_tokens=len(known),
             num_offered_tokens=num_offered_tokens - num_offered_tokens % block_size,
@@ -190,7 +193,7 @@ class RequestState:
     @property
     def num_drawn_tokens(self) -> int:
         """Tokens of this attempt, one that arrived from the prefill worker included."""
-        return self.num_tokens - self.request.num_tokens
+        return self.num_tokens - self.num_given_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -199,12 +202,16 @@ class RequestState:
     @property
     def is_decoding(self) -> bool:
         """Only the last token drawn is still to be computed."""
-        return self.num_uncomputed_tokens == 1 and self.num_drawn_tokens > 0
+        return self.num_tokens - self.num_computed_tokens == 1 and (
+            self.num_tokens > self.num_given_tokens
+        )
 
     @property
     def is_prefilling(self) -> bool:
         """More than that is: a prompt, a tail that did not arrive, a sequence to recompute."""
-        return self.num_uncomputed_tokens > (self.num_drawn_tokens > 0)
+        return self.num_tokens - self.num_computed_tokens > (
+            self.num_tokens > self.num_given_tokens
+        )
 
     @property
     def is_fetching(self) -> bool:

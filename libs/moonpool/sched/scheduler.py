@@ -425,6 +425,8 @@ class Scheduler:
         return False
 
     def _plan_prefills(self, stalled: list[RequestState], out: SchedulerOutput) -> None:
+        if not self._waiting and len(out.rows) == len(self._running):
+            return  # each of them decodes
         num_rows_left = self._max_num_seqs - len(out.rows)
         num_tokens_left = self._max_num_batched_tokens - len(out.rows)
         is_blocked = False
