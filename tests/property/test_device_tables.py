@@ -76,7 +76,7 @@ def check(sent: DeviceBatch, batch: StepBatch) -> None:
 
 
 @given(steps=st.lists(batches(), min_size=1, max_size=3))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_one_upload_holds_a_step_after_another(steps: list[StepBatch]) -> None:
     upload = StepUpload(torch.device("cpu"))
     for batch in steps:
@@ -106,7 +106,7 @@ def test_buffers_grow_with_a_long_table() -> None:
 
 
 @given(batch=batches(only_decodes=True), num_more=st.integers(0, 5))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_rows_that_fill_up_a_batch_stay_in_the_scratch_block(
     batch: StepBatch, num_more: int
 ) -> None:

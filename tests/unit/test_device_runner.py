@@ -67,7 +67,7 @@ def prompts() -> list[list[int]]:
 @parts
 def test_greedy_tokens_are_those_of_the_cpu_engine(model_dir: ModelDir, parts: str) -> None:
     """Prefill whole and in chunks, decode, mixed batches, and prefixes that are found again."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     requests = make_requests([*prompts(), prompts()[5]], sampling)
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
     expected = generate(make_core(64, **limits), make_runner(model_dir, num_blocks=64), requests)
@@ -78,7 +78,7 @@ def test_greedy_tokens_are_those_of_the_cpu_engine(model_dir: ModelDir, parts: s
 
 @parts
 def test_drawn_tokens_are_those_of_the_cpu_engine(model_dir: ModelDir, parts: str) -> None:
-    sampling = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=11, max_tokens=12)
+    sampling = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=11, max_tokens=8)
     requests = make_requests(prompts(), sampling)
     expected = generate(make_core(64), make_runner(model_dir, num_blocks=64), requests)
     engine = DeviceEngine(model_dir, **PARTS[parts])
