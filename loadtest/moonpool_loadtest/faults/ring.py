@@ -324,15 +324,14 @@ class Ring:
 
 
 async def open_ring(
-    lab: FaultLab, redis: RedisServer, *, began: float, num_at_home: int = 2, num_at_once: int = 4
+    lab: FaultLab, redis: RedisServer, *, began: float, num_at_home: int = 4, num_at_once: int = 4
 ) -> Ring:
     """A ring of two of the lab's three stores.
 
     Args:
         redis: That of the configuration; it runs.
         began: Loop time before the lab was opened.
-        num_at_home: Of requests; the more, the longer it takes until a store that has come is home of so many: of
-            some 25 a third, when it has its whole share after a minute, and as hashes fall less.
+        num_at_home: Of requests; the more, the longer it takes until a store that has come is home of so many.
         num_at_once: Requests of a load that are in flight.
     """
     config = lab.cluster.config
