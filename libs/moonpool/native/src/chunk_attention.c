@@ -191,8 +191,16 @@ MP_INLINE void mix_lines(const tile *tile, int num_lines, int64_t line, int64_t 
         mix(tile, num_lines, 1, line, dim, first, end);
 }
 
+/* Apart from the loops around it, so that its sums stay in registers. */
+static __attribute__((noinline)) void mix_all(const tile *tile, int64_t line, int64_t first,
+                                              int64_t end)
+{
+    mix_lines(tile, MIX_LINES, line, first, end);
+}
+
 /* What a line sees of tokens [first, end). */
-static void mix_line(const tile *tile, int64_t line, int64_t first, int64_t end)
+static __attribute__((noinline)) void mix_line(const tile *tile, int64_t line, int64_t first,
+                                               int64_t end)
 {
     const int64_t seen = tile->num_seen[line] < end ? tile->num_seen[line] : end;
     if (first < seen)
@@ -209,7 +217,7 @@ static void mix_tile(const tile *tile, int64_t num_tokens)
             int64_t shared = first; /* what all of them see, which is what the first does */
             if (shared < tile->num_seen[line]) {
                 shared = tile->num_seen[line] < end ? tile->num_seen[line] : end;
-                mix_lines(tile, MIX_LINES, line, first, shared);
+                mix_all(tile, line, first, shared);
             }
             if (shared < end)
                 for (int64_t other = 1; other < MIX_LINES; other++)
