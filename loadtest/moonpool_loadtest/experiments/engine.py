@@ -283,7 +283,7 @@ def findings_of(measured: Measured, scale: Scale) -> list[Finding]:
             what="non-model part of a step at batch 8, median",
             value=quantile(non_model_ms, 0.5),
             unit="ms",
-            bar=2.0,
+            bar=0.5,
             is_upper=True,
             detail=f"p99 {quantile(non_model_ms, 0.99):.2f}, of {len(non_model_ms)} steps",
         ),
