@@ -70,7 +70,7 @@ def bfloat16_values(bits: np.ndarray) -> np.ndarray:
     has_bias=st.booleans(),
     seed=seeds,
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_products(
     isa: str, num_rows: int, num_in: int, num_out: int, kind: str, has_bias: bool, seed: int
 ) -> None:
@@ -106,7 +106,7 @@ def test_products(
     is_last_only=st.booleans(),
     seed=seeds,
 )
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_attention(
     isa: str,
     rows: list[tuple[int, int]],
@@ -218,7 +218,7 @@ def test_rows(isa: str, num_rows: int, size: int, seed: int) -> None:
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6]),
     seed=seeds,
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_tokens(
     isa: str,
     size: int,

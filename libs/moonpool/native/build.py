@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +30,7 @@ _FLAGS = (
 #: Files that are compiled for other instruction sets too; src/dispatch.c chooses at load time.
 _VARIED = ("attention", "chunk_attention", "copy", "leaf_digest", "linear", "rows", "sample")
 _X86_VARIANTS = (("avx2", ("-mavx2", "-mfma")), ("avx512", ("-mavx512f", "-mavx2", "-mfma")))
+_ISAS = tuple(isa for isa, _ in _X86_VARIANTS)
 
 
 class BuildError(Exception):
@@ -40,8 +42,10 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CC") or "cc")
 
 
-def compile_library(target: Path, compiler: str) -> None:
+def compile_library(target: Path, compiler: str, *, isas: Container[str] = _ISAS) -> None:
     """Compile src/ into the shared library `target`, replacing it in one move.
+
+    Kernels come for the machine's baseline and those of `isas` that this compiler's machines have.
 
     A process that has the old file mapped keeps it. `$CFLAGS` is added to the flags, those of the
     linker too.
@@ -51,7 +55,8 @@ def compile_library(target: Path, compiler: str) -> None:
     """
     more_flags = shlex.split(os.environ.get("CFLAGS", ""))
     flags = [*_FLAGS, *more_flags]
-    variants = _X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else ()
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    variants = [one for one in _X86_VARIANTS if is_x86 and one[0] in isas]
     have = [f"-DMP_HAVE_{isa.upper()}" for isa, _ in variants]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
