@@ -16,8 +16,9 @@ llama.cpp f16     in float16
     floor           prefill: its products at this core's best rate; decode: weights (2 bytes each) and KV
                     at the rate at which it reads memory. Rates are measured in each round
 
-The peers are in the extra `peers`, or in environments of their own, whose interpreters are given with
---vllm-python and --llama-python. A side that cannot run is left out, and it is said why.
+llama.cpp is in the extra `peers-engine`; environments of their own are given with --vllm-python and
+--llama-python. A side that cannot run is left out, and it is said why. On a busy machine --cpu-time counts
+the time that each process had the core, not what its neighbours took.
 """
 
 from __future__ import annotations
@@ -111,12 +112,12 @@ class Scale:
     def max_tokens(self) -> int:
         """Of one prompt."""
         longest = [context + self.num_steps for _, context in self.decodes]
-        return max(*self.prefills, *longest) + 64
+        return max([*self.prefills, *longest]) + 64
 
     @property
     def num_kv_tokens(self) -> int:
         each = [batch * (context + self.num_steps + 32) for batch, context in self.decodes]
-        return max(self.max_tokens, *each)
+        return max([self.max_tokens, *each])
 
 
 QUICK = Scale(prefills=(32, 64), decodes=((1, 48), (4, 48)), num_steps=4, num_rounds=1)
@@ -195,6 +196,7 @@ def start_sides(
         "vocab_size": directory.config.vocab_size,
         "max_tokens": scale.max_tokens,
         "num_kv_tokens": scale.num_kv_tokens,
+        "is_cpu_time": args.cpu_time,
     }
     for name, python, arm, own in sides_to_start(args):
         settings = common | own
@@ -312,18 +314,30 @@ def report(
     return ratios
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """BATCHxCONTEXT."""
+    batch, context = text.split("x")
+    return int(batch), int(context)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=Scale().num_rounds)
+    parser.add_argument("--prefills", type=int, nargs="*", default=Scale().prefills)
+    parser.add_argument("--decodes", type=shape_of, nargs="*", default=Scale().decodes)
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--vllm", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--llama", nargs="*", default=["bf16", "f16"])
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    scale = QUICK if args.quick else Scale(num_rounds=args.rounds)
+    scale = Scale(
+        prefills=tuple(args.prefills), decodes=tuple(args.decodes), num_rounds=args.rounds
+    )
+    scale = QUICK if args.quick else scale
     directory = resolve(args.model, can_pull=True)
     with tempfile.TemporaryDirectory(prefix="moonpool-peers-") as name, ExitStack() as stack:
         sides, skipped = start_sides(args, scale, directory, Path(name), stack)
