@@ -135,7 +135,9 @@ async def run_reader_killed(lab: FaultLab) -> FaultReport:
     started = asyncio.get_running_loop().time()
     led = await _lead(lab, num_families=2)
     problems = led.problems
-    outcomes = led.outcomes + await _follow(lab, led, holder=RIGHT)
+    # What its next life does to its first reads is for the scenario after this one.
+    with lab.cluster.part(LEFT).held():
+        outcomes = led.outcomes + await _follow(lab, led, holder=RIGHT)
     problems += await lab.died(LEFT, 3)
     problems += await settle(lab)
     return _judge(lab, "kill -9 the reader of a prefix", outcomes, problems, started)
