@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from moonpool.core.step import SampleSpec, StepPlan, StepRow
+from moonpool.core.step import StepPlan, StepRow
 from moonpool.engine.device.runner import load_device_runner, warm_up
 from moonpool.errors import ConfigError
 from moonpool.hub.model_dir import ModelDir
@@ -20,9 +20,9 @@ from moonpool.kv.layout import KvLayout
 from support.device import DeviceEngine
 from support.engine import NoMark, generate, make_core, make_requests, make_runner, open_tiny
 from support.flashinfer_stand_in import make_flashinfer
+from support.steps import make_row
 from support.tiny_llama import LLAMA3_ROPE, TinyLlama, write_tiny_llama
 
-GREEDY = SampleSpec(sampling=SamplingParams(temperature=0.0), position=0)
 PARTS = {
     "torch": {},
     "flashinfer": {"flashinfer": make_flashinfer()},
@@ -36,17 +36,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
     path: Path = tmp_path_factory.mktemp("device") / "tiny"
     model = TinyLlama(num_heads=8, num_kv_heads=2, rope_scaling=LLAMA3_ROPE, has_bias=True)
     return open_tiny(write_tiny_llama(path, model))
-
-
-def make_row(token_ids, blocks, *, slot=0, start=0, sample=GREEDY) -> StepRow:
-    return StepRow(
-        slot=slot,
-        start=start,
-        num_tokens=len(token_ids) or 1,
-        token_ids=np.array(token_ids, np.int32),
-        block_tables=(np.array(blocks, np.int32),),
-        sample=sample,
-    )
 
 
 def make_plan(*rows: StepRow, leaves=(), zero_tails=(), arrived=()) -> StepPlan:

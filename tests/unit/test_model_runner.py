@@ -12,24 +12,23 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from moonpool.core.step import SampleSpec, StepPlan, StepRow
+from moonpool.core.step import StepPlan, StepRow
 from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.linear import has_native_bfloat16, round_to_int8
 from moonpool.engine.loader import load_model
 from moonpool.engine.runner import ModelRunner, load_runner
 from moonpool.engine.threads import kernels_for
 from moonpool.hub.model_dir import ModelDir
-from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.layout import KvLayout
 from moonpool.native import LeafGeometry, kernels, status
 from support.engine import NoMark, open_tiny
+from support.steps import GREEDY, make_row
 from support.tiny_llama import TinyLlama, write_tiny_llama
 
 NUM_BLOCKS = 32
 SMALL = KvLayout.block_major(
     num_blocks=4, num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"
 )
-GREEDY = SampleSpec(sampling=SamplingParams(temperature=0.0), position=0)
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +68,6 @@ class Engine:
     def block(self, layer: int, block: int) -> torch.Tensor:
         """[2, kv_heads, tokens, dim]"""
         return self.pool.read(layer, self.pool.head_index(np.array([[block]])), 1)[:, 0]
-
-
-def make_row(token_ids, blocks, *, slot=0, start=0, sample=GREEDY) -> StepRow:
-    return StepRow(
-        slot=slot,
-        start=start,
-        num_tokens=len(token_ids) or 1,
-        token_ids=np.array(token_ids, np.int32),
-        block_tables=(np.array(blocks, np.int32),),
-        sample=sample,
-    )
 
 
 def test_an_empty_row_continues_from_its_slot(model_dir: ModelDir) -> None:
