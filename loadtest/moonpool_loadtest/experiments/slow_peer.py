@@ -378,7 +378,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="moonpool_loadtest.experiments.slow_peer")
     parser.add_argument("--holder", type=Holder, choices=tuple(Holder), default=Holder.PEER)
     parser.add_argument("--document", type=int, default=384, help="tokens, a multiple of 16")
-    parser.add_argument("--hits", type=int, default=60, help="of each arm")
+    parser.add_argument("--hits", type=int, default=120, help="of each arm")
     parser.add_argument(
         "--delay-ms", type=int, default=2_000, help="of each read, in arm `delayed`"
     )
