@@ -11,6 +11,7 @@ from moonpool.tiering.handover import Handover
 from moonpool.tiering.homes import home_key, home_of
 from moonpool.tiering.store_record import (
     MAX_COPIES,
+    MAX_COPY_BLOCKS,
     ChainCopy,
     CopyKind,
     RingView,
@@ -203,3 +204,71 @@ def test_what_nobody_comes_for_makes_room(leaver: Leaver) -> None:
     assert not leaver.is_over
     leaver.now += ASKED_S
     assert leaver.is_over
+
+
+def test_what_loses_its_end_is_asked_for_as_far_as_it_lies_here(leaver: Leaver) -> None:
+    what = chain_of(ONE)
+    leaver.handover.note(what)
+    leaver.hear()
+    # Its taker has the others, and reads for the last one in vain.
+    leaver.num_here[what] = 2
+    assert leaver.ask() == {what[:2]: (ONE,)}
+    leaver.hear(what[:2])
+    assert (leaver.is_over, leaver.handed()) == (True, set(what[:2]))
+
+
+def test_what_loses_its_end_makes_room(leaver: Leaver) -> None:
+    small, large = chain(1, 1), chain(2, MAX_COPY_BLOCKS)
+    leaver.handover.note(large)
+    leaver.hear()
+    leaver.handover.note(small)
+    assert list(leaver.ask()) == [large]
+    leaver.num_here[large] = MAX_COPY_BLOCKS - 1
+    assert list(leaver.ask()) == [large[:-1], small]
+
+
+def test_what_loses_its_end_gets_no_more_time(leaver: Leaver) -> None:
+    what = chain_of(ONE)
+    leaver.handover.note(what)
+    leaver.hear()
+    leaver.now += ASKED_S - 0.1
+    leaver.num_here[what] = 2
+    leaver.hear()
+    assert not leaver.is_over
+    leaver.now += 0.2
+    assert leaver.is_over
+    assert list(leaver.ask()) == [what[:2]]
+
+
+def test_what_is_lost_is_asked_for_again_when_it_comes_again(leaver: Leaver) -> None:
+    what = chain_of(ONE)
+    leaver.handover.note(what)
+    leaver.hear()
+    leaver.num_here[what] = 0
+    assert (leaver.ask(), leaver.is_over) == ({}, True)
+    del leaver.num_here[what]
+    leaver.handover.note(what)
+    assert not leaver.is_over
+    assert leaver.ask() == {what: (ONE,)}
+
+
+def test_what_is_left_of_chains_that_begin_alike_is_asked_for_once(leaver: Leaver) -> None:
+    stem = chain(1, 2)
+    ends = [(*stem, *chain(number)) for number in range(2, 5)]
+    for what in ends:
+        leaver.handover.note(what)
+    assert list(leaver.ask()) == ends[::-1]
+    # Another one covers it,
+    leaver.num_here[ends[0]] = 2
+    assert list(leaver.ask()) == ends[:0:-1]
+    # it is all that lies here of several,
+    leaver.num_here[ends[1]] = leaver.num_here[ends[2]] = 2
+    assert list(leaver.ask()) == [stem]
+    # or it was handed over with another one.
+    ((taker,),) = leaver.ask().values()
+    whole = (*stem, *chain(5))
+    leaver.handover.note(whole)
+    leaver.hear(stem, of=taker)
+    assert list(leaver.ask()) == [whole]
+    leaver.num_here[whole] = 2
+    assert (leaver.ask(), leaver.is_over) == ({}, True)

@@ -7,6 +7,8 @@
 Rules
 - The chain that was noted last is asked for first; of each what lies here, and none that another one covers.
   A windowful at a time (store_record.py): what is handed over or left makes room for the next.
+- A chain that loses its end while it is asked for is asked for as far as it still lies here, and for no longer:
+  nobody could ever tell that they have all of it.
 - A chain is handed over by its taker's word only: that it was lent and given back is no proof, since
   readings end for many reasons.
 - Takers come in order, for a few chains at a time. So any sign of a taker (it is lent something, gives it back,
@@ -70,7 +72,7 @@ class Handover:
         self._waiting = RecentChains(max_blocks)
         #: By the last block, in the order of asking.
         self._asked: dict[BlockHash, Asked] = {}
-        #: All blocks of what is or was asked for; and those of what was handed over.
+        #: All blocks of what is or was asked for, without those that were lost; and of what was handed over.
         self._covered: set[BlockHash] = set()
         self._handed: set[BlockHash] = set()
         #: Chains, or beginnings of them, that each reader is lent.
@@ -117,6 +119,7 @@ class Handover:
         Args:
             weights: Of the nodes that may take something.
         """
+        self._trim()
         before, self._asked = self._asked, {}
         room = _Room()
         for asked in before.values():
@@ -167,6 +170,24 @@ class Handover:
             assert math.isfinite(asked.ends_at), asked
 
     # -- parts --
+
+    def _trim(self) -> None:
+        """Of each chain that is asked for keep what still lies here, unless others cover that."""
+        before, self._asked = self._asked, {}
+        for asked in before.values():
+            num_here = self._num_here(asked.chain)
+            if num_here < len(asked.chain):
+                # What comes again is asked for again.
+                self._covered.difference_update(set(asked.chain[num_here:]) - self._handed)
+                asked.chain = asked.chain[:num_here]
+        # A hash vouches for all before it: whatever ends at one of these is a beginning of another chain.
+        inner = {block_hash for asked in before.values() for block_hash in asked.chain[:-1]}
+        for last_hash, asked in before.items():
+            last_here = asked.chain[-1] if asked.chain else None
+            if last_here == last_hash:
+                self._asked[last_hash] = asked
+            elif last_here is not None and last_here not in inner and last_here not in self._handed:
+                self._asked.setdefault(last_here, asked)
 
     def _ask(self, asked: Asked, weights: Mapping[WorkerId, float], now: float) -> None:
         if not asked.takers or not weights.keys() >= set(asked.takers):
