@@ -165,3 +165,21 @@ async def test_a_line_that_is_closed_breaks_its_leases() -> None:
         world.line.close()
         with pytest.raises(MoonpoolError, match="dropped"):
             await first
+
+
+async def test_streams_that_the_holder_ends_leave_no_task_behind() -> None:
+    async with connected() as world:
+        num_tasks = len(asyncio.all_tasks())
+        for _ in range(3):
+            async with aclosing(world.read("a")) as a:
+                first = asyncio.ensure_future(anext(a))
+                await eventually(lambda: bool(world.holder.heard), timeout_s=5, what="an open")
+                world.holder.heard.clear()
+                world.holder.answers.put_nowait(
+                    UnavailableError("It stops.", code="worker_not_ready")
+                )
+                with pytest.raises(MoonpoolError, match="It stops"):
+                    await first
+        await eventually(
+            lambda: len(asyncio.all_tasks()) <= num_tasks, timeout_s=5, what="the tasks' end"
+        )

@@ -47,8 +47,8 @@ class PrefixLine:
         self._peer = peer
         self._numbers = itertools.count(1)
         self._call: grpc.aio.StreamStreamCall | None = None
-        #: To be said; of the stream that is open.
-        self._outbox: deque[Any] = deque()
+        #: To be said, of the stream that is open; None ends it.
+        self._outbox: deque[Any | None] = deque()
         self._has_words = asyncio.Event()
         #: By lease: what the holder said of it, or why it never will.
         self._inboxes: dict[LeaseId, asyncio.Queue[Any]] = {}
@@ -93,7 +93,7 @@ class PrefixLine:
 
     # -- parts --
 
-    def _say(self, message: Any) -> None:
+    def _say(self, message: Any | None) -> None:
         self._outbox.append(message)
         self._has_words.set()
 
@@ -115,15 +115,19 @@ class PrefixLine:
         finally:
             self._call = None
             call.cancel()
+            # gRPC cancels whoever takes the words only if the call has not ended by itself.
+            self._say(None)
             inboxes, self._inboxes = self._inboxes, {}
             for inbox in inboxes.values():
                 inbox.put_nowait(error)
 
 
-async def _words(outbox: deque[Any], has_words: asyncio.Event) -> AsyncIterator[Any]:
-    """What the reader says, as gRPC takes it. For ever."""
+async def _words(outbox: deque[Any | None], has_words: asyncio.Event) -> AsyncIterator[Any]:
+    """What the reader says, as gRPC takes it, until None."""
     while True:
         has_words.clear()
         while outbox:
-            yield outbox.popleft()
+            if (message := outbox.popleft()) is None:
+                return
+            yield message
         await has_words.wait()
