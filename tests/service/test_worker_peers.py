@@ -20,7 +20,7 @@ from moonpool.kv.layout import KvLayout, plan
 from moonpool.kv.region import KvRegion
 from moonpool.rpc.channel import make_channel
 from moonpool.rpc.server import RpcServer
-from moonpool.transport.base import KvRead, ReadResult
+from moonpool.transport.base import KvPeer, KvRead, ReadResult
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.peers import Peer, PeerDirectory
 from moonpool.worker.prefix_line import PrefixLine
@@ -45,6 +45,24 @@ class NoKv:
 
     async def close(self) -> None:
         return
+
+
+class StuckKv(NoKv):
+    """Its last copies do not end."""
+
+    def __init__(self) -> None:
+        self.is_closing = asyncio.Event()
+
+    async def close(self) -> None:
+        self.is_closing.set()
+        await asyncio.Event().wait()
+
+
+class BrokenKv(NoKv):
+    """Cannot let go of the peer's memory."""
+
+    async def close(self) -> None:
+        raise OSError("it is still mapped")
 
 
 class SilentSource(worker_pb2_grpc.WorkerServicer):
@@ -73,15 +91,15 @@ async def running(peers: PeerDirectory) -> AsyncIterator[asyncio.TaskGroup]:
         task.cancel()
 
 
-def make_peer(address: str) -> Peer:
+def make_peer(address: str, *, key: WorkerKey = KEY, kv: KvPeer | None = None) -> Peer:
     channel = make_channel(address)
     stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]  # generated
     return Peer(
-        key=KEY,
+        key=key,
         channel=channel,
         stub=stub,
         prefixes=PrefixLine(stub.ReadPrefixes, peer="h"),
-        kv=NoKv(),
+        kv=kv or NoKv(),
         plan=plan(LAYOUT, LAYOUT),
         transport="none",
     )
@@ -174,6 +192,45 @@ async def test_a_directory_that_does_not_run_connects_to_nobody() -> None:
 
     with pytest.raises(TransferError, match="stops"):
         await PeerDirectory(connect).get(SourceRef(key=KEY, address="127.0.0.1:1"))
+
+
+async def test_a_peer_whose_closing_is_given_up_is_let_go_all_the_same() -> None:
+    kv = StuckKv()
+    peer = make_peer("127.0.0.1:1", kv=kv)
+
+    async def connect(_source: SourceRef) -> Peer:
+        return peer
+
+    peers = PeerDirectory(connect)
+    async with asyncio.timeout(5.0), running(peers):
+        peers.drop(await peers.get(SourceRef(key=KEY, address="127.0.0.1:1")))
+        await kv.is_closing.wait()
+    assert is_closed(peer)
+
+
+async def test_a_peer_that_cannot_be_closed_does_not_keep_the_others() -> None:
+    made: list[Peer] = []
+
+    async def connect(source: SourceRef) -> Peer:
+        # Whoever is closed first is one that fails.
+        kv = NoKv() if len(made) == 1 else BrokenKv()
+        made.append(make_peer(source.address, key=source.key, kv=kv))
+        return made[-1]
+
+    peers = PeerDirectory(connect)
+    task = asyncio.ensure_future(peers.run())
+    await asyncio.sleep(0)
+    for number in range(3):
+        key = WorkerKey(WorkerId(f"p{number}"), Incarnation("0" * 16))
+        await peers.get(SourceRef(key=key, address="127.0.0.1:1"))
+    task.cancel()
+    with pytest.raises(OSError, match="still mapped"):
+        await task
+    assert [is_closed(peer) for peer in made] == [True] * 3
+
+
+def is_closed(peer: Peer) -> bool:
+    return peer.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 async def failure_of(peers: PeerDirectory, source: SourceRef) -> str:

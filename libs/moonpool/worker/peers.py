@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +58,12 @@ class Peer:
             await self.channel.wait_for_state_change(state)
 
     async def close(self) -> None:
-        """Wait for the last copies, then let go."""
-        await self.kv.close()
-        self.prefixes.close()
-        await self.channel.close()
+        """Wait for the last copies, then let go; also if waiting fails, or is given up."""
+        try:
+            await self.kv.close()
+        finally:
+            self.prefixes.close()
+            await self.channel.close()
 
 
 class PeerDirectory:
@@ -88,9 +91,10 @@ class PeerDirectory:
                 finally:
                     self._tasks = None
         finally:
-            while self._peers:
-                _, peer = self._peers.popitem()
-                await peer.close()
+            async with AsyncExitStack() as stack:
+                while self._peers:
+                    _, peer = self._peers.popitem()
+                    stack.push_async_callback(peer.close)
 
     def connected(self, key: WorkerKey) -> Peer | None:
         """The peer if its connection stands."""
