@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hypothesis import given
@@ -34,8 +35,8 @@ def tenant_of(block_hash: BlockHash) -> str:
     return f"tenant-{block_hash[0] % 3}"
 
 
-def make_book(store: str, config: CopyConfig = CONFIG) -> CopyBook:
-    return CopyBook(WorkerId(store), config, tenant_of=tenant_of, num_here=len)
+def make_book(store: str, num_here: Callable[[Chain], int] = len) -> CopyBook:
+    return CopyBook(WorkerId(store), CONFIG, tenant_of=tenant_of, num_here=num_here)
 
 
 def chain(number: int, num_blocks: int = 3) -> Chain:
@@ -53,6 +54,8 @@ class Ring:
         self.members: dict[WorkerId, StoreMember] = {}
         self.books: dict[WorkerId, CopyBook] = {}
         self.chains: dict[WorkerId, set[Chain]] = {}
+        #: What was taken and has not come, or only in part.
+        self.lacks: dict[WorkerId, set[Chain]] = {}
         for name in names:
             self.join(name, since_unix_s=0.0)
 
@@ -61,7 +64,8 @@ class Ring:
         self.members[store_id] = StoreMember(
             key=WorkerKey(store_id, Incarnation("1")), address=name, since_unix_s=since_unix_s
         )
-        self.books[store_id] = make_book(name)
+        lacks = self.lacks[store_id] = set[Chain]()
+        self.books[store_id] = make_book(name, lambda what: 0 if what in lacks else len(what))
         self.chains[store_id] = set()
 
     def leave(self, name: str) -> CopyBook:
@@ -91,11 +95,13 @@ class Ring:
                     assert take.source.worker_id != store_id
                     if take.hashes in self.chains[take.source.worker_id]:
                         self.chains[store_id].add(take.hashes)
+                        self.lacks[store_id].discard(take.hashes)
                         source = self.books[take.source.worker_id]
                         source.note_lent(take.hashes, self.now, reader=store_id)
                         source.note_returned(store_id, self.now)
-                    is_held = take.hashes in self.chains[store_id]
-                    book.on_taken(take, is_refused=False, is_held=is_held)
+                    if take.hashes not in self.chains[store_id]:
+                        self.lacks[store_id].add(take.hashes)
+                    book.on_taken(take, is_refused=False)
                 taken += takes
             book.validate()
         return taken
@@ -231,7 +237,7 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     assert len(takes) == CONFIG.max_takes
     # However long they take.
     assert taker.takes(ring.now + 100.0) == []
-    taker.on_taken(takes[0], is_refused=False, is_held=True)
+    taker.on_taken(takes[0], is_refused=False)
     assert len(taker.takes(ring.now)) == 1
     taker.validate()
 
@@ -240,6 +246,7 @@ def test_what_was_refused_is_offered_again_at_the_next_view() -> None:
     ring = Ring("s0", "s1")
     ring.beat()
     leaver, taker = ring.books[WorkerId("s0")], ring.books[WorkerId("s1")]
+    lacks = ring.lacks[WorkerId("s1")]
     held = [chain(number) for number in range(6)]
     for what in held:
         leaver.note_kept(what)
@@ -247,22 +254,24 @@ def test_what_was_refused_is_offered_again_at_the_next_view() -> None:
     view = RingView.of([ring.record("s0")])
     taker.on_view(view, ring.now)
     first, *others = taker.takes(ring.now)
-    taker.on_taken(first, is_refused=True, is_held=False)
+    lacks.add(first.hashes)
+    assert not taker.on_taken(first, is_refused=True)
     taker.validate()
     # Others may be let in: these come before it.
     others += taker.takes(ring.now)
     for take in others:
-        taker.on_taken(take, is_refused=False, is_held=True)
+        taker.on_taken(take, is_refused=False)
     others += taker.takes(ring.now)
     assert sorted(take.hashes for take in (first, *others)) == sorted(held)
     assert taker.takes(ring.now) == []
     taker.validate()
-    taker.on_taken(others[-1], is_refused=False, is_held=True)
+    taker.on_taken(others[-1], is_refused=False)
     taker.on_view(view, ring.now)
     assert taker.takes(ring.now + 1.0) == [first]
     taker.validate()
     # What was taken is not.
-    taker.on_taken(first, is_refused=False, is_held=True)
+    lacks.clear()
+    assert taker.on_taken(first, is_refused=False)
     taker.on_view(view, ring.now)
     assert taker.takes(ring.now + 2.0) == []
 
@@ -271,6 +280,7 @@ def test_what_a_leaving_node_asks_for_is_taken_until_all_of_it_lies_there() -> N
     ring = Ring("s0", "s1")
     ring.beat()
     leaver, taker = ring.books[WorkerId("s0")], ring.books[WorkerId("s1")]
+    lacks = ring.lacks[WorkerId("s1")]
     member = ring.members[WorkerId("s0")]
 
     def takes(*, is_draining: bool, asks: bool = True) -> list[TakeChain]:
@@ -285,14 +295,17 @@ def test_what_a_leaving_node_asks_for_is_taken_until_all_of_it_lies_there() -> N
     what = next(what for what in map(chain, range(100)) if ring.home(what) == "s1")
     leaver.note_lent(what, ring.now)
     (moved,) = takes(is_draining=False)
-    taker.on_taken(moved, is_refused=False, is_held=False)
+    lacks.add(what)
+    assert not taker.on_taken(moved, is_refused=False)
     assert takes(is_draining=False) == []
     # For its source leaves there is no later.
     leaver.leave()
-    for is_held in (False, False, True):
+    for num_left in (2, 1, 0):
         (take,) = takes(is_draining=True)
         assert take == replace(moved, is_source_leaving=True)
-        taker.on_taken(take, is_refused=False, is_held=is_held)
+        if not num_left:
+            lacks.clear()
+        assert taker.on_taken(take, is_refused=False) == (not num_left)
         assert taker.takes(ring.now) == []
     for _ in range(3):
         assert takes(is_draining=True) == []
@@ -315,7 +328,7 @@ def test_who_has_what_a_leaving_node_asks_for_tells_it() -> None:
         taker, member = ring.books[to_take], ring.members[store_id]
         taker.on_view(RingView.of([asking]), ring.now)
         for take in taker.takes(ring.now):
-            taker.on_taken(take, is_refused=False, is_held=True)
+            taker.on_taken(take, is_refused=False)
         taker.validate()
         told = taker.record(ring.members[to_take], ring.now, ring.now)
         assert told.taken == (what[-1],)

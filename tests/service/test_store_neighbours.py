@@ -75,7 +75,6 @@ class Store:
                 num_here=self._num_here,
             ),
             take=self._take,
-            num_here=self._num_here,
             clock=clock,
             beat_s=_BEAT_S,
         )

@@ -105,6 +105,7 @@ class CopyBook:
         self._store_id = store_id
         self._config = config
         self._tenant_of = tenant_of
+        self._num_here = num_here
         self._planner = ReplicaPlanner(config.replicas)
         self._view = RingView()
         self._has_neighbours = False
@@ -167,19 +168,21 @@ class CopyBook:
         """This node leaves the ring, and still lends what it holds. Idempotent."""
         self._is_leaving = True
 
-    def on_taken(self, take: TakeChain, *, is_refused: bool, is_held: bool) -> None:
+    def on_taken(self, take: TakeChain, *, is_refused: bool) -> bool:
         """A TakeChain has ended, however it went.
 
-        Args:
-            is_held: All of it lies here.
+        Returns:
+            Whether a node that leaves waits to be told: all of it lies here.
         """
         last_hash = take.hashes[-1]
         self._taking.remove(last_hash)
-        if is_held and take.is_source_leaving:
+        if take.is_source_leaving and self._num_here(take.hashes) == len(take.hashes):
             self._held.add(last_hash)
-        elif is_refused or take.is_source_leaving:
+            return True
+        if is_refused or take.is_source_leaving:
             self._taken.pop(last_hash, None)
             self._refused.add(last_hash)
+        return False
 
     # -- what comes of it --
 

@@ -45,7 +45,6 @@ class Neighbours:
         directory: Entered by whoever made it.
         book: This node's own.
         take: Offers a chain to this node's own core; returns when its reading has ended.
-        num_here: How many leading blocks of a chain lie here.
     """
 
     def __init__(
@@ -56,14 +55,12 @@ class Neighbours:
         directory: Directory,
         book: CopyBook,
         take: Callable[[PutOffer], Awaitable[PutAnswer]],
-        num_here: Callable[[tuple[BlockHash, ...]], int],
         clock: Clock,
         beat_s: float = BEAT_S,
     ) -> None:
         self._member = StoreMember(key=key, address=address, since_unix_s=clock.unix())
         self._book = book
         self._take_offer = take
-        self._num_here = num_here
         self._clock = clock
         self._is_leaving = False
         self._left = asyncio.Event()
@@ -163,19 +160,18 @@ class Neighbours:
             source=SourceRef(key=take.source, address=take.address),
             deadline_s=TAKE_TIMEOUT_S,
         )
-        is_refused, is_held = True, False
+        is_refused = True
         try:
             answer = await self._take_offer(offer)
             is_refused = answer.refusal is not None
-            is_held = self._num_here(take.hashes) == len(take.hashes)
         except UnavailableError:
             # This node stops.
             return
         finally:
-            self._book.on_taken(take, is_refused=is_refused, is_held=is_held)
+            is_waited_for = self._book.on_taken(take, is_refused=is_refused)
         if answer.num_wanted_blocks:
             log.debug("store.taken", source=str(take.source), num_blocks=answer.num_wanted_blocks)
         self._take()
-        if is_held and take.is_source_leaving and not self._book.num_taking:
+        if is_waited_for and not self._book.num_taking:
             # It waits for nothing else.
             self._keeper.beat_now()

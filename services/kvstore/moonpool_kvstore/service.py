@@ -230,7 +230,6 @@ class StoreService:
                 num_here=engine.num_here,
             ),
             take=engine.take,
-            num_here=engine.num_here,
             clock=self._clock,
         )
         engine.watch(neighbours)
