@@ -14,7 +14,7 @@ PLACES = {
     "decode.before_admit": "decode service: all KV has arrived, the request is not yet admitted",
     "decode.after_token": "decode service: tokens of a request leave; value: the last position",
     "transport.read": "reader: a read begins; flip: a byte of each leaf comes wrong, drop: the read fails",
-    "fetch.before_open": "reader: a prefix is about to be read from a peer, its stream not yet open",
+    "fetch.before_open": "reader: a prefix is about to be read from a peer, its lease not yet open",
     "fetch.read": "reader: a read of a prefix begins; as transport.read, also delay:MS, and limit:N: "
     "such reads together bring N bytes a second",
     "fetch.after_read": "reader: a read of a prefix has ended; value: how many of this attempt",

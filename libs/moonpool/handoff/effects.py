@@ -144,7 +144,7 @@ class SendOnPrefixStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndPrefixStream:
-    """Hold. End the stream after what was sent; no PrefixStreamClosed is expected any more."""
+    """Hold. End the lease after what was sent; no PrefixStreamClosed is expected any more."""
 
     stream_id: StreamId
 

@@ -123,14 +123,14 @@ class AttemptAborted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HolderMessageReceived:
-    """Fetch. The holder says something on the prefix stream of `message.attempt_id`."""
+    """Fetch. The holder says something on the lease of `message.attempt_id`."""
 
     message: HolderMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOpenReceived:
-    """Hold. A reader opened a prefix stream."""
+    """Hold. A reader opened a lease."""
 
     stream_id: StreamId
     open: PrefixOpen
@@ -138,7 +138,7 @@ class PrefixOpenReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStreamClosed:
-    """Hold. The reader ended its stream, or it was cut. Once per stream that was not ended here."""
+    """Hold. The reader gave its lease back, or is gone. Once per lease that was not ended here."""
 
     stream_id: StreamId
 

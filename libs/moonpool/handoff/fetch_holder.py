@@ -1,25 +1,26 @@
 """PrefixHolds: the holder's side of all reads of prefixes by peers, in the service process.
 
-A reader names a chain of block hashes; what of it lies here is locked for as long as its stream is open,
-and read one-sided. Events in, effects out; `now` is an argument; no IO.
+A reader names a chain of block hashes; what of it lies here is locked for as long as its lease is open,
+and read one-sided. One stream carries all leases of a reader (worker/prefix_streams.py). Events in, effects
+out; `now` is an argument; no IO.
 
 Rules
-- The stream is the lock: it ends with the stream, whoever ends that.
+- The lease is the lock: it ends with the lease, whoever ends that, at the latest with the reader's stream.
 - The owner answers, not the index: what is told is what the core has locked, perhaps nothing.
 - A reader of another cluster, of other values, or of an earlier life of this worker is refused, in words.
 - Locks keep blocks from being evicted, so they are bounded: in number, for one reader and in all, and
   in time.
 
-Life of one stream
+Life of one lease
 
     state      event                              effects and next state
-    -          PrefixOpen, refused                PrefixFailed, end of stream        -> ended
+    -          PrefixOpen, refused                PrefixFailed, end of lease         -> ended
     -          PrefixOpen                         core LockPrefix                    -> LOCKING
     LOCKING    core PrefixLocked                  PrefixOpened                       -> LOCKED
     LOCKING    core PrefixLocked, nothing wanted  PrefixOpened, end, core Unlock     -> ended
     LOCKING    no answer in 2 s (a long step)     PrefixFailed, end, core Unlock     -> ended
     LOCKED     30 s have passed                   PrefixFailed, end, core Unlock     -> ended
-    any        the reader's stream ends           core UnlockPrefix                  -> ended
+    any        the reader closes it, or is gone   core UnlockPrefix                  -> ended
 
 What it deliberately does not do: it never looks at digests (the shell attaches them when it sends),
 and does not know what of the prefix has been read.
@@ -120,7 +121,7 @@ class PrefixHolds:
 
     @property
     def num_holds(self) -> int:
-        """Streams whose prefix is locked or about to be."""
+        """Leases whose prefix is locked or about to be."""
         return len(self._holds)
 
     @property

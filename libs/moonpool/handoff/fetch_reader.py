@@ -1,7 +1,7 @@
 """FetchReads: the reader's side of all reads of prefixes from peers, in the service process.
 
 It stands between the core (which reserves blocks for what a peer may hold, and computes the rest), the
-holder (any worker, over one stream per fetch) and the transport. The attempt itself is a prefill or a
+holder (any worker, over one lease per fetch) and the transport. The attempt itself is a prefill or a
 decode and lives in its own machine; that one has named the peer to the core. Events in, effects out;
 `now` is an argument; no IO.
 
@@ -11,7 +11,7 @@ Rules
 - Exactly one FetchEnded per FetchReserved, when no read is outstanding; or exactly one ReadEnded after
   Abort or Revoked, when none is. Until then its blocks are not freed: the transport may still write them.
 - Only what is verified counts, and only as a prefix. What is read piece by piece is told as it comes.
-- The stream stays open until the last read has ended, since it is the lock on the holder's blocks;
+- The lease stays open until the last read has ended, since it is the lock on the holder's blocks;
   unless the blocks are not wanted any more.
 - It is timed: when the first piece, or the next, takes longer than it may (FetchChooser), or the rest
   would be computed sooner, the reads are stopped; what has come stays.
@@ -94,7 +94,7 @@ class FetchReads:
     """All prefixes that this worker reads from peers.
 
     Args:
-        key: This worker's id and incarnation: the reader of its prefix streams.
+        key: This worker's id and incarnation: the reader on its leases.
         namespace: Fingerprint of all that changes the values of this worker's KV.
         secret_fingerprint: Of the cluster's secret.
     """

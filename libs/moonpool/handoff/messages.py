@@ -1,6 +1,6 @@
 """What router, prefill and decode worker say to each other. Values only; wire/ encodes them.
 
-Three conversations, each a FIFO channel of its own, unordered among each other:
+Four conversations, each a FIFO channel of its own, unordered among each other:
 
 1. router -> worker, one multiplexed stream per worker: PrefillRequest, DecodeRequest, AbortRequest.
 2. worker -> router, the same stream back, one frame per engine step: TokensReady, Refused and
@@ -13,12 +13,12 @@ Three conversations, each a FIFO channel of its own, unordered among each other:
 
    The reader ends the stream when it needs nothing more; a cut means the same. No other message
    says "close": the end of the stream is the message, since a dead reader could not send one.
-4. reader -> holder, one stream per prefix that is read, whose life is the lock on the holder's blocks:
-   the reader sends one PrefixOpen and then only listens; the holder answers
+4. reader -> holder, one stream for all prefixes that it reads there, and on it one lease for each, whose life is
+   the lock on the holder's blocks: the reader sends one PrefixOpen and then only listens; the holder answers
 
        PrefixOpened | PrefixFailed, after PrefixOpened perhaps PrefixFailed
 
-   and the stream ends as a handoff stream does.
+   and the lease ends by a message of either, or with the stream.
 
 Digests. The machines never look into a digest. Opened, LayersReady and PrefixOpened leave their machine
 with `digests` empty; the shell fills it from the leaf array at the moment of sending (`with_digests`),
@@ -244,7 +244,7 @@ class Reset:
 SourceMessage = Waiting | Opened | LayersReady | Commit | CommitFailed | Reset
 
 
-# -- the prefix stream: reader -> holder --
+# -- a lease on a prefix: reader -> holder --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +265,7 @@ class PrefixOpen:
     first: int
 
 
-# -- the prefix stream: holder -> reader --
+# -- a lease on a prefix: holder -> reader --
 
 
 class PrefixRefusal(enum.StrEnum):

@@ -339,7 +339,7 @@ class WorkerShell:
         self._driver.handle(event)
 
     def _tell_reader(self, stream_id: StreamId, message: HolderMessage) -> None:
-        """On its prefix stream."""
+        """On its lease."""
         hit = (
             self._failpoints.hit("hold.before_opened")
             if isinstance(message, PrefixOpened)
