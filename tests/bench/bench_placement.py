@@ -1,4 +1,5 @@
-"""What a placement costs: one decision over a fleet, by policy, and the dispatcher's whole turn.
+"""What a placement costs: one decision over a fleet, by policy, the dispatcher's whole turn, and what a span
+has of its candidates.
 
     python tests/bench/bench_placement.py            in tests/ or with tests/ on the path
 
@@ -25,6 +26,7 @@ from moonpool.routing.config import PolicyName, RoutingConfig
 from moonpool.routing.fleet_table import FleetTable
 from moonpool.routing.selector import Selector
 from moonpool.routing.worker_view import WorkerLoad, WorkerView
+from moonpool_router.placement_facts import candidates_json
 from support.fleet import FITS, make_key, make_query, make_view
 from support.requests import make_request
 
@@ -56,6 +58,9 @@ def main() -> None:
             print(f"{num_workers:7}  {policy.value:24}  {took_s * 1e6:6.0f}")
         took_s = best_of(dispatcher_turn(fleet, cached))
         print(f"{num_workers:7}  {'dispatcher, min_ttft':24}  {took_s * 1e6:6.0f}")
+        selection = Selector(RoutingConfig()).place(table, query).decode
+        took_s = best_of(partial(candidates_json, selection))
+        print(f"{num_workers:7}  {'candidates for a span':24}  {took_s * 1e6:6.0f}")
 
 
 def dispatcher_turn(fleet: list[WorkerView], cached: Mapping[str, int]) -> Callable[[], object]:

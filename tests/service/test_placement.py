@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moonpool.config.schema import PlacementSettings
+from moonpool.core.protocol import BlockLedger
 from moonpool.errors import NotFoundError
 from moonpool.handoff.messages import DecodeRequest, PrefillRequest
 from moonpool.inference.generation import TokenPrompt
@@ -19,8 +21,12 @@ from moonpool.routing.forecast import PlanKind
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.admin import fetch_trace
 from moonpool.rpc.explanation import fetch_explanation
+from moonpool.telemetry import names
+from support.cli import Ran, cli
+from support.eventually import eventually
 from support.fake_worker import FakeWorker, fake_worker
 from support.fleet import FITS
+from support.placement_record import legs_of, rebuild
 from support.router import RouterUnderTest, ask, router
 
 #: Longer than the router's threshold of 32.
@@ -80,6 +86,100 @@ async def test_why_a_request_went_where_can_be_asked(tmp_path: Path) -> None:
 
         with pytest.raises(NotFoundError, match="No placement"):
             await fetch_explanation(r.client.address, "nobody", key=None, deadline_s=5)
+
+
+async def run_explain(tmp_path: Path, r: RouterUnderTest, request_id: str, *flags: str) -> Ran:
+    """`moonpool explain`, which must go well."""
+    address, data_dir = r.client.address, str(tmp_path / "data")
+    ran = await asyncio.to_thread(
+        cli, "explain", request_id, *flags, "--address", address, "--data-dir", data_dir
+    )
+    assert (ran.code, ran.err) == (0, "")
+    return ran
+
+
+async def test_the_command_has_every_term_and_so_has_the_span(tmp_path: Path) -> None:
+    """Of a decision that pushes five blocks out of each cache."""
+    placement = PlacementSettings.model_validate({"disagg": "threshold"})
+    async with (
+        router(tmp_path, placement=placement) as r,
+        fake_worker(r.cluster, r.bus) as decode,
+        fake_worker(r.cluster, r.bus, "prefill-0", role=WorkerRole.PREFILL) as prefill,
+    ):
+        await r.ready(2)
+        ledger = BlockLedger(num_total=1_000, num_free=2, num_cached=998, num_referenced=0)
+        for worker in (decode, prefill):
+            worker.load = replace(worker.load, ledger=ledger, fits=FITS)
+            worker.send()
+
+        async def has_told() -> bool:
+            loads = [worker.load for worker in (await r.client.status()).workers]
+            return all(load is not None and load.ledger.num_free == 2 for load in loads)
+
+        await eventually(has_told, timeout_s=10, what="both workers have told their loads")
+        _, request_id = await answer(r, decode)
+        printed = (await run_explain(tmp_path, r, request_id, "--json")).json
+        words = (await run_explain(tmp_path, r, request_id)).out
+        spans = await fetch_trace(r.client.address, request_id, key=None, deadline_s=5)
+
+    assert printed["request_id"] == request_id
+    (explained,) = printed["placements"]
+    decode_leg, prefill_leg = legs_of(explained)
+    assert (decode_leg.chosen, prefill_leg.chosen) == (str(decode.key), str(prefill.key))
+    terms = decode_leg.terms[decode_leg.chosen]
+    assert terms == pytest.approx(
+        {
+            "num_cached_tokens": 0,
+            "num_read_tokens": 0,
+            "num_queued_tokens": 0,
+            "num_requests": 0,
+            "used_fraction": 0.0,
+            "queue_s": 0.0,
+            "load_s": 0.0,
+            "compute_s": 0.1,
+            "interference_s": 0.0,
+            "ttft_here_s": 0.1,
+            "ttft_elsewhere_s": terms["ttft_elsewhere_s"],
+            "tpot_s": 0.011,
+            "tpot_with_chunks_s": 0.011,
+            "has_growth_room": 1.0,
+            "evicted_s": 0.08,
+            "churn": 0.0,
+        }
+    )
+    assert 0.1 < terms["ttft_elsewhere_s"] < 0.2
+    assert decode_leg.inputs == {
+        "eviction_weight": 0.3,
+        "slack": 0.05,
+        "slo_tpot_s": 0.1,
+        "threshold_tokens": 32.0,
+    }
+    assert decode_leg.scores[decode_leg.chosen] == pytest.approx(
+        terms["ttft_elsewhere_s"] + 0.3 * 0.08
+    )
+    assert prefill_leg.terms[prefill_leg.chosen]["evicted_s"] == pytest.approx(0.08)
+    for leg in (decode_leg, prefill_leg):
+        rebuilt = rebuild(leg)
+        assert (rebuilt.chosen, rebuilt.scores) == (leg.chosen, pytest.approx(leg.scores))
+
+    assert "prefill on a prefill worker: above_threshold; 100 uncached tokens there" in words
+    rows = [line.split() for line in words.splitlines()]
+    assert ["evicted", "80.0", "ms"] in rows
+    assert ["growth", "room", "yes"] in rows
+    assert words.count("decided by: eviction weight 0.3, slack 0.05") == 2
+
+    (attempt,) = (span for span in spans if span.name == names.SPAN_ATTEMPT)
+    assert attempt.attributes["moonpool.predicted_tpot_ms"] == pytest.approx(11.0)
+    for leg, name in (
+        (decode_leg, names.ATTR_DECODE_CANDIDATES),
+        (prefill_leg, names.ATTR_PREFILL_CANDIDATES),
+    ):
+        told = json.loads(str(attempt.attributes[name]))
+        assert (told["workers"], told["num_left_out"]) == ([leg.chosen], 0)
+        assert (told["inputs"], told["filters"]) == (leg.inputs, [None])
+        assert told["scores"] == pytest.approx([leg.scores[leg.chosen]], rel=1e-5)
+        told_terms = {name: value for name, (value,) in told["terms"].items()}
+        assert told_terms == pytest.approx(leg.terms[leg.chosen], rel=1e-5)
 
 
 async def test_what_was_just_answered_is_expected_to_lie_where_it_ran(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from moonpool.routing.disagg_decider import DisaggConfig, DisaggReason, Predicti
 from moonpool.routing.fleet_table import FleetTable
 from moonpool.routing.forecast import PlanKind
 from moonpool.routing.query import PlacementQuery
-from moonpool.routing.selection import FilterReason, Selection
+from moonpool.routing.selection import FilterReason, Selection, num_possible
 from moonpool.routing.selector import PeerMatch, PlacementDecision, PrefillPlan, Selector
 from moonpool.routing.worker_view import WorkerFits, WorkerRole, WorkerView
 from support.fleet import FITS, make_key, make_query, make_view
@@ -90,7 +90,7 @@ def test_filters_say_why() -> None:
         "unfit": FilterReason.NEVER_FITS,
         "well": None,
     }
-    assert decision.decode.num_workers == 4
+    assert num_possible(decision.decode.filters) == 4
 
 
 def test_prefill_filters_say_why() -> None:
@@ -177,7 +177,7 @@ def test_the_decode_worker_does_not_prefill_for_itself() -> None:
     assert (chosen(decision.decode), chosen(decision.prefill)) == ("a", "b")
     assert decision.prefill is not None
     assert decision.prefill.candidates[0].filtered is FilterReason.IS_DECODE
-    assert decision.prefill.num_workers == 1
+    assert num_possible(decision.prefill.filters) == 1
 
 
 def test_nobody_has_room_to_prefill() -> None:
@@ -381,6 +381,78 @@ def test_a_prefix_is_used_where_it_lies_if_a_copy_would_push_out_others() -> Non
     assert place_with(0.0, free=0) == "b"
     assert place_with(0.3, free=0) == "a"
     assert place_with(0.3, free=1_000) == "b"
+
+
+def test_what_is_pushed_out_of_a_cache_is_in_the_score_and_in_the_record() -> None:
+    """`a` holds 30 of 63 blocks and has 10 free ones: 23 others go, of 16 ms each."""
+    views = [
+        make_view("a", DECODE, fits=FITS, free=10, churn=2.5),
+        make_view("b", DECODE, fits=FITS, free=40),
+        make_view("p", PREFILL, fits=FITS, free=0, num_requests=1, churn=4.0),
+    ]
+    query = make_query(1_000, cached={"a": 480}, expected=15_500)
+    decision = place(views, query, disagg=ONLY_REMOTE, config=NO_READS)
+    assert terms(decision.decode, "evicted_s") == {"a": 0.368, "b": 0.368}
+    assert terms(decision.decode, "has_growth_room") == {"a": 0.0, "b": 0.0}
+    assert terms(decision.decode, "churn") == {"a": 2.5, "b": 0.0}
+    # Elsewhere: 1,001 ms, as much for who runs there, and the handoff of what is lacking here.
+    assert terms(decision.decode, "ttft_elsewhere_s") == {"a": 2.00452, "b": 2.005}
+    assert scores(decision.decode) == {"a": 2.11492, "b": 2.1154}
+    assert dict(decision.decode.inputs) == {
+        "eviction_weight": 0.3,
+        "slack": 0.05,
+        "slo_tpot_s": 0.1,
+        "threshold_tokens": 0.0,
+    }
+    assert chosen(decision.decode) == "b"
+    assert decision.prefill is not None
+    assert terms(decision.prefill, "evicted_s") == {"p": 1.008}
+    assert terms(decision.prefill, "churn") == {"p": 4.0}
+    assert terms(decision.prefill, "num_requests") == {"p": 1.0}
+    # The handoff to `b`, and 63 blocks of others.
+    assert scores(decision.prefill) == {"p": 2.3074}
+    assert dict(decision.prefill.inputs) == {"eviction_weight": 0.3, "slack": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("policy", "decode", "prefill"),
+    [
+        (
+            PolicyName.MIN_TTFT,
+            {"evicted_s", "has_growth_room", "churn"},
+            {"evicted_s", "churn"},
+        ),
+        (PolicyName.RANDOM, set(), set()),
+        (PolicyName.ROUND_ROBIN, set(), set()),
+        (PolicyName.LEAST_LOADED, set(), set()),
+        (PolicyName.PREFIX_AFFINITY, {"num_prefills"}, {"num_prefills", "num_filled_blocks"}),
+        (
+            PolicyName.DYNAMO_LINEAR,
+            {"num_used_blocks", "block_size"},
+            {"num_used_blocks", "block_size"},
+        ),
+    ],
+)
+def test_each_policy_records_the_terms_that_it_decides_by(
+    policy: PolicyName, decode: set[str], prefill: set[str]
+) -> None:
+    views = [make_view("d", DECODE, fits=FITS), make_view("p", PREFILL, fits=FITS)]
+    decision = place(views, make_query(1_000), policy, disagg=ONLY_REMOTE)
+    common = {
+        "num_cached_tokens",
+        "num_read_tokens",
+        "num_queued_tokens",
+        "num_requests",
+        "used_fraction",
+        "queue_s",
+        "load_s",
+        "compute_s",
+        "interference_s",
+    }
+    ways = {"ttft_here_s", "ttft_elsewhere_s", "tpot_s", "tpot_with_chunks_s"}
+    assert set(decision.decode.term_names) == common | ways | decode
+    assert decision.prefill is not None
+    assert set(decision.prefill.term_names) == common | {"exposed_s", "ttft_s"} | prefill
 
 
 def test_equal_prefill_workers_are_filled_equally_fast() -> None:

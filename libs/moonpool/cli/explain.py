@@ -154,6 +154,7 @@ def _peer_words(peer: PeerMatch) -> str:
 def _leg_json(selection: Selection) -> dict[str, Any]:
     return {
         "chosen": str(selection.key) if selection.key is not None else None,
+        "inputs": {name: _number(value) for name, value in selection.inputs},
         "candidates": [
             {
                 "worker": str(candidate.key),
@@ -189,6 +190,9 @@ def _print_leg(leg: str, selection: Selection, console: Console) -> None:
     console.print(table)
     if len(shown) < len(ordered):
         console.print(f"and {len(ordered) - len(shown)} more: --json shows all", soft_wrap=True)
+    if selection.inputs:
+        inputs = (f"{_heading(name)} {_format(name)(value)}" for name, value in selection.inputs)
+        console.print(f"decided by: {', '.join(inputs)}", soft_wrap=True, markup=False)
     console.print()
 
 
@@ -201,13 +205,21 @@ def _score(candidate: Candidate) -> str:
 
 def _heading(name: str) -> str:
     """A term's name without its unit, which its values have."""
-    return name.removeprefix("num_").removesuffix("_s").replace("_", " ")
+    return name.removeprefix("num_").removeprefix("has_").removesuffix("_s").replace("_", " ")
 
 
 def _format(name: str) -> Format:
     if name.endswith("_s"):
         return _time
-    return "{:.0%}".format if name.endswith("_fraction") else "{:,.0f}".format
+    if name.endswith("_fraction"):
+        return "{:.0%}".format
+    if name.startswith("has_"):
+        return _yes_or_no
+    return "{:,.0f}".format if name.startswith("num_") else "{:.6g}".format
+
+
+def _yes_or_no(value: float) -> str:
+    return "yes" if value else "no"
 
 
 def _time(seconds: float) -> str:

@@ -22,6 +22,7 @@ break ties, and nothing is known of interference.
 from __future__ import annotations
 
 import enum
+from functools import cached_property
 
 import numpy as np
 
@@ -111,7 +112,7 @@ class Forecast:
         """Tokens that each worker is expected to compute."""
         return self.query.num_tokens - self.num_cached_tokens - self.num_read_tokens
 
-    @property
+    @cached_property
     def evicted_s(self) -> FloatArray:
         """What it takes to compute as many tokens again as the request pushes out of each cache."""
         table = self.table

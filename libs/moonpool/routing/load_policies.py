@@ -33,7 +33,7 @@ class Random:
         row = int(rows[int(number * len(rows))])
         scores = np.ones(len(is_open))
         scores[row] = 0.0
-        return Choice(row=row, scores=scores)
+        return Choice(row=row, scores=scores, inputs=(("drawn", number),))
 
 
 class RoundRobin:
@@ -51,10 +51,11 @@ class RoundRobin:
 
     def _choose(self, forecast: Forecast, is_open: BoolArray) -> Choice:
         """The score is how many would have their turn before."""
+        sequence = forecast.query.sequence
         place = np.cumsum(is_open) - 1
         num_open = int(place[-1]) + 1
-        scores = ((place - forecast.query.sequence) % num_open).astype(np.float64)
-        return lowest(scores, is_open)
+        scores = ((place - sequence) % num_open).astype(np.float64)
+        return lowest(scores, is_open, inputs=(("num_earlier_placements", float(sequence)),))
 
 
 class LeastLoaded:

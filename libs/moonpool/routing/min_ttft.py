@@ -23,6 +23,7 @@ from moonpool.routing.disagg_decider import DisaggConfig
 from moonpool.routing.fleet_table import BoolArray, FloatArray, IntArray
 from moonpool.routing.forecast import Forecast
 from moonpool.routing.policy import Choice
+from moonpool.routing.selection import Input, Term
 
 #: If nobody meets the SLO: a TPOT of so many times the lowest will do.
 _NEAR_LOWEST = 1.25
@@ -34,15 +35,29 @@ class MinTtft:
     def __init__(self, config: MinTtftConfig, disagg: DisaggConfig) -> None:
         self._config = config
         self._disagg = disagg
+        self._inputs: tuple[Input, ...] = (
+            ("eviction_weight", config.eviction_weight),
+            ("slack", config.slack),
+        )
+        slo: tuple[Input, ...] = (
+            (("slo_tpot_s", config.slo_tpot_s),) if config.slo_tpot_s is not None else ()
+        )
+        self._decode_inputs = (*self._inputs, *slo)
+        self._threshold_inputs: tuple[Input, ...] = (
+            *self._decode_inputs,
+            ("threshold_tokens", float(disagg.threshold_tokens)),
+        )
 
     def choose_decode(
         self, forecast: Forecast, is_open: BoolArray, *, remote_s: FloatArray
     ) -> Choice:
+        inputs = self._decode_inputs
         local_s = forecast.ready_s + forecast.interference_s
         if forecast.has_growth_room[is_open].any():
             is_open = is_open & forecast.has_growth_room
         if not forecast.table.is_measured or self._disagg.only_thresholds:
             # What thresholds will say of each.
+            inputs = self._threshold_inputs
             num_uncached_tokens = forecast.query.num_tokens - forecast.num_cached_tokens
             is_local = num_uncached_tokens <= self._disagg.threshold_tokens
             is_local |= np.isinf(remote_s)
@@ -59,7 +74,12 @@ class MinTtft:
         rows = np.flatnonzero(is_open & (scores <= best * (1.0 + self._config.slack)))
         tpot_s = forecast.tpot_s[rows]
         rows = rows[tpot_s <= tpot_s.min() * (1.0 + self._config.slack)]
-        return Choice(row=_least_filled(forecast, rows), scores=scores)
+        return Choice(
+            row=_least_filled(forecast, rows),
+            scores=scores,
+            terms=(("has_growth_room", forecast.has_growth_room), *_terms(forecast)),
+            inputs=inputs,
+        )
 
     def choose_prefill(
         self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
@@ -68,7 +88,12 @@ class MinTtft:
         scores = forecast.ready_s + forecast.interference_s + exposed_s + evicted_s
         best = scores[is_open].min()
         rows = np.flatnonzero(is_open & (scores <= best * (1.0 + self._config.slack)))
-        return Choice(row=_least_filled(forecast, rows), scores=scores)
+        return Choice(
+            row=_least_filled(forecast, rows),
+            scores=scores,
+            terms=_terms(forecast),
+            inputs=self._inputs,
+        )
 
     def _within_slo(
         self, forecast: Forecast, local_s: FloatArray, remote_s: FloatArray
@@ -81,6 +106,11 @@ class MinTtft:
             np.where(forecast.tpot_s <= slo_s, remote_s, np.inf),
         )
         return scores
+
+
+def _terms(forecast: Forecast) -> tuple[Term, ...]:
+    """What both legs weigh beside what is recorded for every policy."""
+    return (("evicted_s", forecast.evicted_s), ("churn", forecast.table.churn))
 
 
 def _least_filled(forecast: Forecast, rows: IntArray) -> int:

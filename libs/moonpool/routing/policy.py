@@ -9,6 +9,7 @@ import numpy as np
 
 from moonpool.routing.fleet_table import BoolArray, FleetTable, FloatArray
 from moonpool.routing.forecast import Forecast
+from moonpool.routing.selection import Input, Term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,10 +19,17 @@ class Choice:
     row: int
     #: float64[worker], the lowest is best; of no meaning for those that may not be chosen.
     scores: FloatArray
+    #: What it decided by that the record of every policy does not have (selector.py).
+    terms: tuple[Term, ...] = ()
+    #: And the numbers that are no worker's: its settings, what it drew.
+    inputs: tuple[Input, ...] = ()
 
 
 class PlacementPolicy(Protocol):
-    """Chooses the worker of each leg. Pure: the same forecast gives the same choice."""
+    """Chooses the worker of each leg. Pure: the same forecast gives the same choice.
+
+    The choice follows from the record that is made of it.
+    """
 
     def choose_decode(
         self, forecast: Forecast, is_open: BoolArray, *, remote_s: FloatArray
@@ -46,9 +54,16 @@ class PlacementPolicy(Protocol):
         ...
 
 
-def lowest(scores: FloatArray, is_open: BoolArray) -> Choice:
+def lowest(
+    scores: FloatArray,
+    is_open: BoolArray,
+    *,
+    terms: tuple[Term, ...] = (),
+    inputs: tuple[Input, ...] = (),
+) -> Choice:
     """The lowest score; ties go to the smaller key, so that the same views give the same choice."""
-    return Choice(row=int(np.where(is_open, scores, np.inf).argmin()), scores=scores)
+    row = int(np.where(is_open, scores, np.inf).argmin())
+    return Choice(row=row, scores=scores, terms=terms, inputs=inputs)
 
 
 def has_prefill_pool(table: FleetTable) -> bool:

@@ -15,6 +15,7 @@ from moonpool.routing.config import PrefixAffinityConfig
 from moonpool.routing.fleet_table import BoolArray, FloatArray
 from moonpool.routing.forecast import Forecast
 from moonpool.routing.policy import Choice, has_prefill_pool, lowest
+from moonpool.routing.selection import Input
 
 
 class PrefixAffinity:
@@ -22,13 +23,23 @@ class PrefixAffinity:
 
     def __init__(self, config: PrefixAffinityConfig) -> None:
         self._config = config
+        self._inputs: tuple[Input, ...] = (
+            ("cache_threshold", config.cache_threshold),
+            ("balance_abs_threshold", float(config.balance_abs_threshold)),
+            ("balance_rel_threshold", config.balance_rel_threshold),
+        )
 
     def choose_decode(
         self, forecast: Forecast, is_open: BoolArray, *, remote_s: FloatArray
     ) -> Choice:
-        if has_prefill_pool(forecast.table):
-            return lowest(_load(forecast), is_open)
-        return self._choose(forecast, is_open)
+        if not has_prefill_pool(forecast.table):
+            return self._choose(forecast, is_open)
+        return lowest(
+            _load(forecast),
+            is_open,
+            terms=(("num_prefills", forecast.table.num_prefills),),
+            inputs=(("has_prefill_pool", 1.0),),
+        )
 
     def choose_prefill(
         self, forecast: Forecast, is_open: BoolArray, *, exposed_s: FloatArray
@@ -36,6 +47,18 @@ class PrefixAffinity:
         return self._choose(forecast, is_open)
 
     def _choose(self, forecast: Forecast, is_open: BoolArray) -> Choice:
+        table = forecast.table
+        return lowest(
+            self._scores(forecast, is_open),
+            is_open,
+            terms=(
+                ("num_prefills", table.num_prefills),
+                ("num_filled_blocks", table.num_filled_blocks),
+            ),
+            inputs=self._inputs,
+        )
+
+    def _scores(self, forecast: Forecast, is_open: BoolArray) -> FloatArray:
         config, load = self._config, _load(forecast)
         largest, smallest = load[is_open].max(), load[is_open].min()
         is_unbalanced = (
@@ -43,11 +66,11 @@ class PrefixAffinity:
             and largest > config.balance_rel_threshold * smallest
         )
         if is_unbalanced:
-            return lowest(load, is_open)
-        match_rate = forecast.num_cached_tokens / forecast.query.num_tokens
+            return load
+        match_rate: FloatArray = forecast.num_cached_tokens / forecast.query.num_tokens
         if match_rate[is_open].max() > config.cache_threshold:
-            return lowest(-match_rate, is_open)
-        return lowest(forecast.table.num_filled_blocks.astype(np.float64), is_open)
+            return -match_rate
+        return forecast.table.num_filled_blocks.astype(np.float64)
 
 
 def _load(forecast: Forecast) -> FloatArray:

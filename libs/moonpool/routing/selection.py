@@ -34,13 +34,18 @@ FILTER_NUMBER = {reason: number for number, reason in enumerate(FILTERS)}
 OTHER_ROLE = len(FILTERS)
 
 _NEVER_FITS = FILTER_NUMBER[FilterReason.NEVER_FITS]
-#: It could take the request now or when it has room.
+#: It could take the request now or when it has room; of a worker of another role nothing is asked.
 _IS_POSSIBLE = np.array(
-    [reason in (None, FilterReason.NO_ROOM, FilterReason.INHIBITED) for reason in FILTERS]
+    [
+        *(reason in (None, FilterReason.NO_ROOM, FilterReason.INHIBITED) for reason in FILTERS),
+        False,
+    ]
 )
 
 #: A term's name and its column over a fleet.
-Term = tuple[str, npt.NDArray[np.float64] | npt.NDArray[np.int64]]
+Term = tuple[str, npt.NDArray[np.float64] | npt.NDArray[np.int64] | npt.NDArray[np.bool_]]
+#: The name of a number that a policy decided by and that is no candidate's, and the number.
+Input = tuple[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ class Candidate:
     #: The policy's, the lowest is best; None if it is filtered.
     score: float | None
     filtered: FilterReason | None = None
-    #: By name, units in the names; infinite: not possible.
+    #: By name, units in the names; infinite: not possible; `has_` is 0 or 1.
     terms: tuple[tuple[str, float], ...] = ()
 
 
@@ -59,6 +64,7 @@ class Candidate:
 class Selection:
     """One leg of a placement. Columns over all workers of the right role, by key; never changed.
 
+    The scores and the choice follow from the terms, the inputs and the number of tokens of the request.
     Many are kept, and few are looked at: `candidates` makes values of the columns.
     """
 
@@ -70,6 +76,8 @@ class Selection:
     term_names: tuple[str, ...]
     #: float64[1 + term, worker]: the policy's scores, then the terms.
     values: npt.NDArray[np.float64]
+    #: What the policy decided by beside them: its settings, what it drew.
+    inputs: tuple[Input, ...] = ()
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -88,11 +96,6 @@ class Selection:
         )
 
     @property
-    def num_workers(self) -> int:
-        """Workers that could take it now or when they have room."""
-        return int(_IS_POSSIBLE[self.filters].sum())
-
-    @property
     def can_never_fit(self) -> bool:
         """There are workers, and none of them can ever hold the request."""
         return bool(self.keys) and bool((self.filters == _NEVER_FITS).all())
@@ -102,6 +105,15 @@ class Selection:
         return float(self.values[1 + self.term_names.index(name), self.keys.index(key)])
 
 
+def num_possible(filters: npt.NDArray[np.int8]) -> int:
+    """Workers that could take the request now or when they have room.
+
+    Args:
+        filters: int8[worker], indices into FILTERS, or OTHER_ROLE.
+    """
+    return int(_IS_POSSIBLE[filters].sum())
+
+
 def make_selection(
     *,
     keys: tuple[WorkerKey, ...],
@@ -109,6 +121,7 @@ def make_selection(
     row: int | None,
     scores: npt.NDArray[np.float64],
     terms: Sequence[Term],
+    inputs: tuple[Input, ...] = (),
 ) -> Selection:
     """The record of a choice among all workers of a table; those of another role are left out.
 
@@ -132,4 +145,5 @@ def make_selection(
         filters=filters,
         term_names=tuple([name for name, _ in terms]),
         values=values,
+        inputs=inputs,
     )

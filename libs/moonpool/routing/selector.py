@@ -23,7 +23,7 @@ from moonpool.routing.min_ttft import MinTtft
 from moonpool.routing.policy import Choice, PlacementPolicy
 from moonpool.routing.prefix_affinity import PrefixAffinity
 from moonpool.routing.query import PlacementQuery
-from moonpool.routing.selection import Selection, Term, make_selection
+from moonpool.routing.selection import Selection, Term, make_selection, num_possible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +132,11 @@ class Selector:
         choice = None
         if is_open.any():
             choice = self._policy.choose_prefill(forecast, is_open, exposed_s=exposed_s)
-        prefill = _prefill_selection(forecast, filters, choice, exposed_s)
         disagg = decide(
             self._config.disagg,
             num_tokens=query.num_tokens,
             num_cached_tokens=int(forecast.num_cached_tokens[decode_row]),
-            num_prefill_workers=prefill.num_workers,
+            num_prefill_workers=num_possible(filters),
             least_queued_tokens=(
                 int(table.num_queued_tokens[choice.row]) if choice is not None else None
             ),
@@ -150,6 +149,7 @@ class Selector:
         if not disagg.is_remote:
             plan = _plan(forecast, decode_row, exposed_s=0.0)
             return self._decision(forecast, decode=decode, disagg=disagg, plan=plan)
+        prefill = _prefill_selection(forecast, filters, choice, exposed_s)
         if choice is None:
             return self._decision(forecast, decode=decode, disagg=disagg, prefill=prefill)
         plan = _plan(forecast, choice.row, exposed_s=float(exposed_s[choice.row]))
@@ -243,8 +243,6 @@ def _decode_selection(
             ("ttft_elsewhere_s", remote_s),
             ("tpot_s", forecast.tpot_s),
             ("tpot_with_chunks_s", forecast.chunked_tpot_s),
-            ("num_requests", forecast.table.num_requests),
-            ("used_fraction", forecast.used_fraction),
         ),
     )
 
@@ -266,19 +264,25 @@ def _selection(
     choice: Choice | None,
     terms: tuple[Term, ...],
 ) -> Selection:
+    """What the record has whatever the policy, the leg's own terms, and what the policy adds."""
+    table = forecast.table
     return make_selection(
-        keys=forecast.table.keys,
+        keys=table.keys,
         filters=filters,
         row=choice.row if choice is not None else None,
-        scores=choice.scores if choice is not None else np.zeros(len(forecast.table)),
+        scores=choice.scores if choice is not None else np.zeros(len(table)),
         terms=(
             ("num_cached_tokens", forecast.num_cached_tokens),
             ("num_read_tokens", forecast.num_read_tokens),
-            ("num_queued_tokens", forecast.table.num_queued_tokens),
+            ("num_queued_tokens", table.num_queued_tokens),
+            ("num_requests", table.num_requests),
+            ("used_fraction", forecast.used_fraction),
             ("queue_s", forecast.queue_s),
             ("load_s", forecast.load_s),
             ("compute_s", forecast.compute_s),
             ("interference_s", forecast.interference_s),
             *terms,
+            *(choice.terms if choice is not None else ()),
         ),
+        inputs=choice.inputs if choice is not None else (),
     )

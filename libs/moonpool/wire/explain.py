@@ -92,6 +92,7 @@ def _leg_to_pb(selection: Selection) -> pb.ExplainedLeg:
             )
             for candidate in selection.candidates
         ],
+        inputs=[pb.ExplainedInput(name=item, value=value) for item, value in selection.inputs],
     )
 
 
@@ -161,6 +162,7 @@ def _leg_from_pb(message: pb.ExplainedLeg, path: str) -> Selection:
         )
         .reshape(len(candidates), 1 + num_terms)
         .T,
+        inputs=tuple((name(item.name, f"{path}.inputs"), item.value) for item in message.inputs),
     )
 
 

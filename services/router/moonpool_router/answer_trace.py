@@ -5,8 +5,8 @@ from __future__ import annotations
 from moonpool.dispatch.effects import EndRequest, Placement
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry import names
-from moonpool.telemetry.spans import OpenSpan, Tracer
-from moonpool_router.placement_facts import placement_facts
+from moonpool.telemetry.spans import AttributeValue, OpenSpan, Tracer
+from moonpool_router.placement_facts import candidates_json, placement_facts
 
 #: Facts that have attributes of their own, or belong to the attempt before.
 _OWN_NAMES = frozenset({"attempt", "reason", "after"})
@@ -34,16 +34,7 @@ class AnswerTrace:
         self._open = self._tracer.start(
             names.SPAN_ATTEMPT,
             parent=self.root.context,
-            attributes={
-                names.ATTR_REQUEST_ID: placement.request_id,
-                names.ATTR_ATTEMPT: placement.attempt,
-                names.ATTR_REASON: placement.decision.reason.value,
-                **{
-                    f"moonpool.{name}": fact
-                    for name, fact in placement_facts(placement).items()
-                    if name not in _OWN_NAMES
-                },
-            },
+            attributes=_placement_attributes(placement),
         )
 
     def on_first_token(self) -> None:
@@ -70,3 +61,21 @@ class AnswerTrace:
             self._open.fail(end.error_code)
             self.root.fail(end.error_code)
         self._open.end()
+
+
+def _placement_attributes(placement: Placement) -> dict[str, AttributeValue]:
+    """What was decided, and every term of the best candidates."""
+    attributes: dict[str, AttributeValue] = {
+        names.ATTR_REQUEST_ID: placement.request_id,
+        names.ATTR_ATTEMPT: placement.attempt,
+        names.ATTR_REASON: placement.decision.reason.value,
+        **{
+            f"moonpool.{name}": fact
+            for name, fact in placement_facts(placement).items()
+            if name not in _OWN_NAMES
+        },
+        names.ATTR_DECODE_CANDIDATES: candidates_json(placement.decode),
+    }
+    if placement.prefill is not None:
+        attributes[names.ATTR_PREFILL_CANDIDATES] = candidates_json(placement.prefill)
+    return attributes

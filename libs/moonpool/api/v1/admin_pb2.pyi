@@ -80,15 +80,25 @@ class ExplainedCandidate(_message.Message):
     terms: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., filtered: _Optional[str] = ..., score: _Optional[float] = ..., terms: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class ExplainedInput(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
 class ExplainedLeg(_message.Message):
-    __slots__ = ("chosen", "term_names", "candidates")
+    __slots__ = ("chosen", "term_names", "candidates", "inputs")
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     TERM_NAMES_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
     chosen: _request_pb2.WorkerKey
     term_names: _containers.RepeatedScalarFieldContainer[str]
     candidates: _containers.RepeatedCompositeFieldContainer[ExplainedCandidate]
-    def __init__(self, chosen: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., term_names: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ...) -> None: ...
+    inputs: _containers.RepeatedCompositeFieldContainer[ExplainedInput]
+    def __init__(self, chosen: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., term_names: _Optional[_Iterable[str]] = ..., candidates: _Optional[_Iterable[_Union[ExplainedCandidate, _Mapping]]] = ..., inputs: _Optional[_Iterable[_Union[ExplainedInput, _Mapping]]] = ...) -> None: ...
 
 class ExplainedDisagg(_message.Message):
     __slots__ = ("is_remote", "reason", "num_uncached_tokens", "num_cached_tokens", "threshold_tokens", "num_prefill_workers", "least_queued_tokens", "local_s", "remote_s", "breaks_tpot")
