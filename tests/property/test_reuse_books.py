@@ -70,7 +70,8 @@ def test_every_token_is_counted_once(data: st.DataObject) -> None:
         held = data.draw(blocks)
         cached = data.draw(st.integers(0, held))
         peer = data.draw(st.sampled_from([0, held]))
-        for attempt in range(1, data.draw(st.integers(1, 3)) + 1):
+        num_attempts = data.draw(st.integers(1, 3))
+        for attempt in range(1, num_attempts + 1):
             books.on_placed(
                 Placement(
                     request_id=request_id,
@@ -113,6 +114,8 @@ def test_every_token_is_counted_once(data: st.DataObject) -> None:
                 num_cached_tokens=found * BLOCK,
                 num_peer_tokens=from_peer * BLOCK,
             ),
+            cached_attempt=data.draw(st.integers(0, num_attempts)),
+            num_peer_held_tokens=data.draw(st.none() | blocks.map(lambda n: n * BLOCK)),
         )
         reuse = books.on_ended(end)
         assert reuse is not None

@@ -149,7 +149,11 @@ runs = st.builds(
     finish_reason=finish_reasons,
 ).filter(lambda run: run.token_ids or run.finish_reason)
 tokens_ready = st.builds(
-    TokensReady, attempt_id=attempt_ids, run=runs, num_cached_tokens=st.none() | counts
+    TokensReady,
+    attempt_id=attempt_ids,
+    run=runs,
+    num_cached_tokens=st.none() | counts,
+    num_peer_held_tokens=st.none() | counts,
 )
 refused = st.builds(Refused, attempt_id=attempt_ids, reason=st.sampled_from(RefuseReason))
 handed_back = st.builds(HandedBack, attempt_id=attempt_ids, reason=st.sampled_from(HandBackReason))
@@ -296,6 +300,7 @@ def source_messages(draw: st.DrawFn) -> Any:
                     num_cached_tokens=16 * len(blocks),
                     block_ids=blocks,
                     num_peer_tokens=16 * len(blocks) // 2,
+                    num_peer_held_tokens=draw(st.none() | counts),
                     digests=bytes(8 * 30 * len(blocks)),
                 ),
                 LayersReady(

@@ -138,6 +138,7 @@ def test_tokens_by_source() -> None:
         run=TokenRun(first_position=0, token_ids=(1,)),
         num_cached_tokens=48,
         num_peer_tokens=32,
+        num_peer_held_tokens=64,
     )
     report = WorkerReport(message=tokens, is_prefill_side=False)
     ledger = BlockLedger(num_total=1, num_free=1, num_cached=0, num_referenced=0)

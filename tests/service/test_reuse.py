@@ -160,7 +160,16 @@ async def test_what_peers_hold_is_read_or_it_is_said_why_not(tmp_path: Path) -> 
         stubborn = await cluster.start_worker("d2", kv_peer_reads="never")
         await router.follows(first, second, stubborn)
         assert cached(await ask(router, PROMPT)) == (0, 0)
-        assert missed((await stats(router)).total) == {"cold": NUM_SHARED, "too_slow": NUM_SHARED}
+        total = (await stats(router)).total
+        assert missed(total) == {"cold": NUM_SHARED, "too_slow": NUM_SHARED}
+        for source, num_tokens in (("device", 0), ("peer", NUM_SHARED), ("store", 0)):
+            told = router.metric(names.CACHED_TOKENS, model="model", source=source)
+            assert told == num_tokens, source
+        for reason, num_tokens in (("routed_away", 0), ("too_slow", NUM_SHARED)):
+            told = router.metric(names.RECOMPUTED_HELD_TOKENS, model="model", reason=reason)
+            assert told == num_tokens, reason
+        assert total.num_predicted_tokens == 2 * NUM_SHARED
+        assert router.metric(names.PREDICTED_HIT_TOKENS, model="model") == 2 * NUM_SHARED
         await router.follows(first, second, stubborn)
 
         # Another router, which names no peers, sends it where it is not held.

@@ -18,6 +18,7 @@ from moonpool.routing.config import PolicyName
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.cache import fetch_cache_stats
 from moonpool.rpc.explanation import fetch_explanation
+from moonpool.telemetry import names
 from support.eventually import eventually
 from support.fake_worker import FakeWorker, fake_worker
 from support.requests import make_request
@@ -65,7 +66,9 @@ async def finish(
     decode: FakeWorker,
     cached: int,
     peer: int,
+    held: int | None = None,
 ) -> Answered:
+    """`held`: what the worker found its peer to hold, if that was less than it was told."""
     decode.tokens(
         command,
         0,
@@ -73,6 +76,7 @@ async def finish(
         finish=FinishReason.LENGTH,
         num_cached_tokens=cached,
         num_peer_tokens=peer,
+        num_peer_held_tokens=held,
     )
     return await asking
 
@@ -106,6 +110,8 @@ async def test_a_prefix_that_only_a_store_holds_is_read_there(tmp_path: Path, po
 
         stats = await fetch_cache_stats(r.client.address, key=None, deadline_s=5)
         assert stats.total.num_store_tokens == stats.total.num_found_tokens == NUM_STORED
+        assert r.metric(names.CACHED_TOKENS, model="tiny", source="store") == NUM_STORED
+        assert r.metric(names.CACHED_TOKENS, model="tiny", source="peer") == 0
         (told,) = (worker for worker in stats.workers if worker.role is WorkerRole.STORE)
         assert (told.worker_id, told.num_published_blocks) == ("store-0", NUM_STORED // 16)
         assert told.counts.num_requests == 0
@@ -145,7 +151,7 @@ async def test_a_store_that_is_lost_in_the_middle_costs_a_recompute(tmp_path: Pa
         await store.stop()
         # Its blocks are forgotten, and nothing else happens.
         await until_indexed(r, 0)
-        answered = await finish(asking, command, decode, 0, 0)
+        answered = await finish(asking, command, decode, 0, 0, held=0)
         assert answered.done is not None
         assert answered.token_ids == [65]
         assert answered.done.placement.num_attempts == 1
@@ -153,8 +159,47 @@ async def test_a_store_that_is_lost_in_the_middle_costs_a_recompute(tmp_path: Pa
         assert command.peer is None
         await finish(asking, command, decode, 0, 0)
         stats = await fetch_cache_stats(r.client.address, key=None, deadline_s=5)
-        assert stats.total.num_store_tokens == 0
-        assert stats.total.num_too_slow_tokens == NUM_STORED
+        # The first time it was lost while it was read, the second nobody was believed to hold it.
+        assert stats.total.num_store_tokens == stats.total.num_recomputed_held_tokens == 0
+        assert stats.total.num_evicted_tokens == 2 * NUM_STORED
+
+
+async def test_after_a_death_the_peer_of_the_attempt_that_computed_is_told_of(
+    tmp_path: Path,
+) -> None:
+    async with (
+        router(tmp_path) as r,
+        fake_worker(r.cluster, r.bus) as first,
+        fake_worker(r.cluster, r.bus, "store-0", role=WorkerRole.STORE) as store,
+    ):
+        await r.ready(2)
+        await holds(r, store)
+        asking = asyncio.create_task(r.client.generate(ask(PROMPT, max_tokens=2)))
+        command = await first.next(DecodeRequest)
+        # A third of it came in time, and a third was no longer there.
+        first.tokens(
+            command, 0, [65], num_cached_tokens=32, num_peer_tokens=32, num_peer_held_tokens=64
+        )
+        async with fake_worker(r.cluster, r.bus, "decode-1") as second:
+            await r.ready(3)
+            await first.stop()
+            replay = await second.next(DecodeRequest)
+            assert replay.peer is not None
+            second.tokens(
+                replay,
+                1,
+                [66],
+                finish=FinishReason.LENGTH,
+                num_cached_tokens=NUM_STORED,
+                num_peer_tokens=NUM_STORED,
+            )
+            await asking
+            total = (await fetch_cache_stats(r.client.address, key=None, deadline_s=5)).total
+            assert (total.num_store_tokens, total.num_too_slow_tokens) == (32, 32)
+            assert total.num_evicted_tokens == 32
+            assert r.metric(names.PREDICTED_HIT_TOKENS, model="tiny") == total.num_predicted_tokens
+            held = {"model": "tiny", "reason": "too_slow"}
+            assert r.metric(names.RECOMPUTED_HELD_TOKENS, **held) == 32
 
 
 async def test_stores_alone_serve_nobody(tmp_path: Path) -> None:

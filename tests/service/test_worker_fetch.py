@@ -98,6 +98,21 @@ async def test_a_prefill_reads_and_is_read_from(tmp_path: Path) -> None:
         for client in (to_prefill, to_other):
             first = await first_tokens(client, SECOND)
             assert (first.num_cached_tokens, first.num_peer_tokens) == (NUM_SHARED, NUM_SHARED)
+            assert first.num_peer_held_tokens is None
+
+
+async def test_both_workers_tell_what_the_peer_of_the_prefill_held(tmp_path: Path) -> None:
+    async with fake_workers(tmp_path) as workers:
+        prefill, to_prefill = await start(workers, "p0", "prefill")
+        _, to_decode = await start(workers, "d0", "decode")
+        _, to_other = await start(workers, "d1", "decode")
+        to_prefill.prefill(SECOND, peer=to_decode.peer(NUM_SHARED))
+        to_other.decode(SECOND, source=to_prefill.source)
+        assert await to_other.answer(SECOND) == expected_answer(SECOND)
+        assert outcomes(prefill) == {"absent": 1}
+        for client in (to_prefill, to_other):
+            first = await first_tokens(client, SECOND)
+            assert (first.num_cached_tokens, first.num_peer_held_tokens) == (0, 0)
 
 
 async def test_only_what_is_lacking_is_read(tmp_path: Path) -> None:
@@ -130,6 +145,9 @@ async def test_a_false_hit_costs_a_recompute(tmp_path: Path) -> None:
             )
             to_reader.decode(request, peer=peer)
             assert await to_reader.answer(request) == expected_answer(request)
+            # Nobody is asked who it is itself: so nothing is known.
+            held = (await first_tokens(to_reader, request)).num_peer_held_tokens
+            assert held == (0 if peer is not own else None)
         assert outcomes(reader) == {"absent": 1, "lost": 2}
 
 
@@ -156,6 +174,9 @@ async def test_a_holder_evicts_before_it_is_asked(tmp_path: Path) -> None:
         assert await to_reader.answer(SECOND) == expected_answer(SECOND)
         assert outcomes(reader) == {"short": 1}
         assert 0 < num_fetched_blocks(reader) < NUM_SHARED // 16
+        first = await first_tokens(to_reader, SECOND)
+        assert first.num_peer_held_tokens == 16 * num_fetched_blocks(reader)
+        assert first.num_peer_tokens == first.num_peer_held_tokens
 
 
 async def test_a_holder_cannot_evict_what_is_read(tmp_path: Path) -> None:
@@ -191,6 +212,8 @@ async def test_reads_that_suffer(tmp_path: Path, fault: str, outcome: str) -> No
         to_reader.decode(SECOND, peer=await warm(to_holder))
         assert await to_reader.answer(SECOND) == expected_answer(SECOND)
         assert outcomes(reader) == {outcome: 1}
+        held = (await first_tokens(to_reader, SECOND)).num_peer_held_tokens
+        assert held == (None if outcome == "whole" else 0)
 
 
 async def test_a_block_that_was_damaged_in_the_holders_memory(tmp_path: Path) -> None:
@@ -281,6 +304,8 @@ async def test_a_slow_peer_is_given_up_and_not_asked_again(tmp_path: Path, fault
             request = make_request(f"q{n}", prompt=prompt, max_tokens=2, ignore_eos=True)
             to_reader.decode(request, peer=peer)
             assert await to_reader.answer(request) == expected_answer(request)
+            first = await first_tokens(to_reader, request)
+            assert (first.num_cached_tokens, first.num_peer_held_tokens) == (0, None)
         assert outcomes(reader) == {"slow": 1}
 
 

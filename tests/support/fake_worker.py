@@ -138,6 +138,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         finish: FinishReason | None = None,
         num_cached_tokens: int = 0,
         num_peer_tokens: int = 0,
+        num_peer_held_tokens: int | None = None,
         spans: Sequence[Span] = (),
     ) -> None:
         """A frame with tokens of one request."""
@@ -148,6 +149,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             ),
             num_cached_tokens=num_cached_tokens,
             num_peer_tokens=num_peer_tokens,
+            num_peer_held_tokens=num_peer_held_tokens,
         )
         is_prefill = isinstance(command, PrefillRequest)
         self.send(WorkerReport(message=message, is_prefill_side=is_prefill), spans=spans)

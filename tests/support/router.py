@@ -28,9 +28,10 @@ from moonpool.rpc.admin import fetch_status
 from moonpool.rpc.calls import is_serving, replies
 from moonpool.rpc.channel import open_channel
 from moonpool.service.life import Running, StopPolicy, running
+from moonpool.telemetry.names import Metric
 from moonpool.wire.admin import RouterSnapshot
 from moonpool.wire.inference import generation_event_from_pb, generation_request_to_pb
-from moonpool_router.app import build
+from moonpool_router.app import RouterService, build
 from support.eventually import eventually
 from support.fake_worker import FakeCluster
 from support.tiny_llama import write_tiny_llama
@@ -113,6 +114,10 @@ class RouterUnderTest:
     bus: MemoryBus
     cluster: FakeCluster
     client: Client
+    service: RouterService
+
+    def metric(self, metric: Metric, **labels: str) -> float:
+        return self.service.metrics.value(metric, **labels)
 
     async def ready(self, num_workers: int = 1) -> None:
         """So many workers have joined, and the health service agrees."""
@@ -155,6 +160,7 @@ async def router(
     cluster = fake_cluster(config)
     broker = MemoryBroker()
     service = build(config, bus=MemoryBus(broker))
+    assert isinstance(service, RouterService)
     async with running(service, policy=policy) as life, MemoryBus(broker) as bus:
         address = str(life.facts["grpc_address"])
         async with open_channel(address) as channel:
@@ -164,6 +170,7 @@ async def router(
                 bus=bus,
                 cluster=cluster,
                 client=Client(channel, address),
+                service=service,
             )
 
 

@@ -259,12 +259,13 @@ def test_a_source_that_dies_early_has_said_what_it_read_from_a_peer(d: Decoder) 
             num_cached_tokens=8,
             block_ids=blocks,
             num_peer_tokens=4,
+            num_peer_held_tokens=8,
             digests=b"xxxx",
         )
     )
     d.done(0)
     assert d(StreamBroken(attempt_id=attempt()))[-1:] == [arrived(8, None)]
-    told = tokens(num_cached_tokens=8, num_peer_tokens=4)
+    told = replace(tokens(num_cached_tokens=8, num_peer_tokens=4), num_peer_held_tokens=8)
     assert d.core(tokens(num_cached_tokens=8)) == [to_router(told)]
 
 

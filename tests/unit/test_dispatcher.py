@@ -144,6 +144,7 @@ class Router:
         finish_reason: FinishReason | None = None,
         num_cached_tokens: int | None = None,
         num_peer_tokens: int = 0,
+        num_peer_held_tokens: int | None = None,
     ) -> list[DispatchEffect]:
         run = TokenRun(
             first_position=first_position, token_ids=token_ids, finish_reason=finish_reason
@@ -153,6 +154,7 @@ class Router:
             run=run,
             num_cached_tokens=num_cached_tokens,
             num_peer_tokens=num_peer_tokens,
+            num_peer_held_tokens=num_peer_held_tokens,
         )
         return self.hear(worker, message)
 
@@ -206,6 +208,7 @@ def ended(
     error_code: str | None = None,
     num_cached_tokens: int = 0,
     num_peer_tokens: int = 0,
+    cached_attempt: int = 0,
     num_attempts: int = 1,
     num_failures: int = 0,
 ) -> EndRequest:
@@ -219,6 +222,7 @@ def ended(
         request_id=RequestId("a"),
         finish_reason=finish_reason,
         usage=usage,
+        cached_attempt=cached_attempt,
         num_attempts=num_attempts,
         num_failures=num_failures,
         error_code=error_code,
@@ -239,7 +243,7 @@ def test_the_life_of_a_request(r: Router) -> None:
     assert r.tokens(D, 1, 51, 52) == [emit(1, 51, 52)]
     assert r.tokens(D, 3, 53, finish_reason=FinishReason.LENGTH) == [
         emit(3, 53, finish_reason=FinishReason.LENGTH),
-        ended(4, num_cached_tokens=8),
+        ended(4, num_cached_tokens=8, cached_attempt=1),
         abort(P),
     ]
     assert r.machine.num_requests == 0
@@ -812,6 +816,33 @@ def test_what_an_attempt_computed_is_not_cached_for_the_next() -> None:
     # Its replay finds what it has left behind, answer and all: never more than the prompt.
     r.tokens(D2, 1, 51, number=2, num_cached_tokens=11)
     assert usage(r.tokens(D2, 2, 52, 53, number=2)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counted"),
+    [
+        # The first one computed more, for want of a peer that held it: that is what is told.
+        ((0, 4), (8, None), (1, 4)),
+        # The second one did, though its peer held it.
+        ((8, None), (4, None), (2, None)),
+        ((8, 8), (4, 6), (2, 6)),
+        # Both found as much: the first one's word stands.
+        ((4, None), (4, 4), (1, None)),
+    ],
+)
+def test_the_attempt_that_computed_the_most_tells_what_its_peer_held(
+    first: tuple[int, int | None], second: tuple[int, int | None], counted: tuple[int, int | None]
+) -> None:
+    r = Router(P, D, D2)
+    r.arrive()
+    (cached, held), (cached_again, held_again) = first, second
+    r.tokens(D, 0, 50, num_cached_tokens=cached, num_peer_held_tokens=held)
+    r(WorkerLost(key=D))
+    r.tokens(D2, 1, 51, number=2, num_cached_tokens=cached_again, num_peer_held_tokens=held_again)
+    (end,) = (
+        effect for effect in r.tokens(D2, 2, 52, 53, number=2) if isinstance(effect, EndRequest)
+    )
+    assert (end.cached_attempt, end.num_peer_held_tokens) == counted
 
 
 def test_an_attempt_that_ends_in_silence_may_have_computed() -> None:

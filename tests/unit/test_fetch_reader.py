@@ -167,7 +167,11 @@ def ended(num_tokens: int) -> SendCommand:
 
 
 def record(
-    outcome: FetchOutcome, num_blocks: int = 0, elapsed_s: float = 0.0, message: str = ""
+    outcome: FetchOutcome,
+    num_blocks: int = 0,
+    elapsed_s: float = 0.0,
+    message: str = "",
+    held: int | None = None,
 ) -> RecordFetch:
     is_asked = outcome is not FetchOutcome.RECOMPUTE
     return RecordFetch(
@@ -176,6 +180,7 @@ def record(
         outcome=outcome,
         num_wanted_blocks=5,
         num_blocks=num_blocks,
+        num_held_tokens=held,
         elapsed_s=elapsed_s,
         predicted_s=0.007 if is_asked else 0.0,
         recompute_s=20.0 if is_asked else 0.0,
@@ -205,18 +210,19 @@ def test_the_life_of_a_fetch(r: Reader) -> None:
 def test_a_peer_that_holds_less_is_read_as_far_as_it_goes(r: Reader) -> None:
     assert r.open(num_blocks=1) == [start_read(0, 1)]
     r.now = 0.01
-    assert r.done(0) == [CLOSE, ended(8), record(FetchOutcome.SHORT, 1, 0.01)]
+    assert r.done(0) == [CLOSE, ended(8), record(FetchOutcome.SHORT, 1, 0.01, held=8)]
 
 
 def test_a_peer_that_holds_nothing(r: Reader) -> None:
-    assert r.open(num_blocks=0) == [CLOSE, ended(4), record(FetchOutcome.ABSENT)]
+    assert r.open(num_blocks=0) == [CLOSE, ended(4), record(FetchOutcome.ABSENT, held=4)]
     assert r.machine.is_quiet
 
 
 def test_a_refusal_is_kept_for_the_log_and_the_peer_is_left_alone(r: Reader) -> None:
     r.reserve()
     failed = PrefixFailed(attempt_id=A, reason=PrefixRefusal.WRONG_NAMESPACE, message="other")
-    end = [CLOSE, ended(4), record(FetchOutcome.REFUSED, message="other")]
+    # It is not the worker that was believed to hold it.
+    end = [CLOSE, ended(4), record(FetchOutcome.REFUSED, message="other", held=4)]
     assert r.holder(failed) == end
     assert r.reserve() == [ended(4), record(FetchOutcome.RECOMPUTE)]
     assert r.machine.worth_asking(PEER, r.now) is None
@@ -246,19 +252,19 @@ def test_a_bad_block_ends_it_before_that_block(r: Reader) -> None:
     r.open()
     assert r.done(0, 1) == [fetched(8)]
     # What was under way is waited for; nothing more is asked for.
-    assert r.done(1) == [CLOSE, ended(8), record(FetchOutcome.DAMAGED, 1)]
+    assert r.done(1) == [CLOSE, ended(8), record(FetchOutcome.DAMAGED, 1, held=8)]
 
 
 def test_a_read_that_fails_ends_it_with_what_came(r: Reader) -> None:
     r.open()
     assert r.done(0) == [start_read(2, 5), fetched(12)]
     assert r.done(1, is_ok=False) == []
-    assert r.done(2) == [CLOSE, ended(12), record(FetchOutcome.LOST, 2)]
+    assert r.done(2) == [CLOSE, ended(12), record(FetchOutcome.LOST, 2, held=12)]
 
 
 def test_a_stream_that_cannot_be_opened(r: Reader) -> None:
     r.reserve()
-    assert r(StreamBroken(attempt_id=A)) == [ended(4), record(FetchOutcome.LOST)]
+    assert r(StreamBroken(attempt_id=A)) == [ended(4), record(FetchOutcome.LOST, held=4)]
     assert r.machine.is_quiet
 
 
@@ -266,7 +272,7 @@ def test_a_stream_that_breaks_while_it_is_read(r: Reader) -> None:
     r.open()
     assert r(StreamBroken(attempt_id=A)) == [STOP]
     assert r.done(0) == [fetched(12)]
-    assert r.done(1, is_ok=False) == [ended(12), record(FetchOutcome.LOST, 2)]
+    assert r.done(1, is_ok=False) == [ended(12), record(FetchOutcome.LOST, 2, held=12)]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +284,7 @@ def test_a_stream_that_breaks_while_it_is_read(r: Reader) -> None:
 )
 def test_what_cannot_be_meant_for_this_request(r: Reader, message: PrefixOpened) -> None:
     r.reserve()
-    assert r.holder(message) == [CLOSE, ended(4), record(FetchOutcome.LOST)]
+    assert r.holder(message) == [CLOSE, ended(4), record(FetchOutcome.LOST, held=4)]
 
 
 def test_a_second_lock_is_not_trusted(r: Reader) -> None:
@@ -319,6 +325,24 @@ def test_the_first_piece_has_its_time(r: Reader) -> None:
     assert r.machine.next_wakeup() is None
     assert r.done(0, is_ok=False) == []
     assert r.done(1, is_ok=False) == [CLOSE, ended(4), record(FetchOutcome.SLOW, 0, 5.0)]
+
+
+def test_of_a_slow_peer_it_is_known_what_it_locked(r: Reader) -> None:
+    assert r.open(num_blocks=3) == [start_read(0, 1, 2), start_read(1, 3)]
+    r.now = 4.0
+    assert r.done(0) == [fetched(12)]
+    assert r.at(16.0) == [STOP]
+    # It held blocks 1 to 3, of which two came in time: what it lacked beyond them was not slow.
+    end = r.done(1, is_ok=False)
+    assert end == [CLOSE, ended(12), record(FetchOutcome.SLOW, 2, 16.0, held=16)]
+
+
+def test_a_holder_that_ends_the_lease_had_what_it_locked(r: Reader) -> None:
+    r.open(num_blocks=2)
+    failed = PrefixFailed(attempt_id=A, reason=PrefixRefusal.EXPIRED, message="late")
+    assert r.holder(failed) == [STOP]
+    end = record(FetchOutcome.REFUSED, message="late", held=12)
+    assert r.done(0, is_ok=False) == [CLOSE, ended(4), end]
 
 
 def test_a_holder_that_does_not_answer(r: Reader) -> None:
@@ -443,7 +467,7 @@ def test_abort_while_it_is_read(r: Reader) -> None:
 )
 def test_the_core_takes_the_blocks_back(r: Reader, reply: Reply) -> None:
     r.open(num_blocks=1)
-    assert r.core(reply) == [CLOSE, record(FetchOutcome.CANCELLED), STOP]
+    assert r.core(reply) == [CLOSE, record(FetchOutcome.CANCELLED, held=8), STOP]
     # If it goes on, then without: it is told when no read is outstanding, once.
     assert r.core(PrefillStarted(attempt_id=A, num_cached_tokens=0, block_ids=TARGETS)) == []
     assert r.done(0) == [READ_ENDED]

@@ -31,13 +31,19 @@ def chain(name: int, num_blocks: int = 6) -> KeyArray:
 
 
 def placement(
-    *, cached: int = 0, read: int = 0, peer: int = 0, held: int = 0, worker: str = "p"
+    *,
+    cached: int = 0,
+    read: int = 0,
+    peer: int = 0,
+    held: int = 0,
+    worker: str = "p",
+    attempt: int = 1,
 ) -> Placement:
     """`cached`, `peer`: what the worker, and the peer that it is told of, are believed to hold."""
     none = np.zeros(0)
     return Placement(
         request_id=RequestId("r"),
-        attempt=1,
+        attempt=attempt,
         placed_at=0.0,
         record=PlacementDecision(
             policy=PolicyName.MIN_TTFT,
@@ -63,7 +69,16 @@ def placement(
     )
 
 
-def end(cached: int = 0, *, peer: int = 0, store: int = 0, num_tokens: int = 3) -> EndRequest:
+def end(
+    cached: int = 0,
+    *,
+    peer: int = 0,
+    store: int = 0,
+    num_tokens: int = 3,
+    peer_held: int | None = None,
+    attempt: int = 0,
+) -> EndRequest:
+    """`peer_held`: what the peer turned out to hold; `attempt`: whose cached tokens these are."""
     return EndRequest(
         request_id=RequestId("r"),
         finish_reason=FinishReason.LENGTH,
@@ -74,6 +89,8 @@ def end(cached: int = 0, *, peer: int = 0, store: int = 0, num_tokens: int = 3) 
             num_peer_tokens=peer,
             num_store_tokens=store,
         ),
+        cached_attempt=attempt,
+        num_peer_held_tokens=peer_held,
     )
 
 
@@ -148,6 +165,71 @@ def test_a_named_peer_that_was_not_read_was_too_slow(b: Books) -> None:
     total = b.machine.report().total
     assert (total.num_device_tokens, total.num_peer_tokens) == (16, 16)
     assert total.num_predicted_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("found", "peer_held", "missed"),
+    [
+        pytest.param(64, None, {}, id="whole"),
+        pytest.param(48, 48, {"evicted": 16}, id="short"),
+        pytest.param(16, 16, {"evicted": 48}, id="absent"),
+        # The peer, or a block of it, was good for a part of what was read.
+        pytest.param(32, 32, {"evicted": 32}, id="lost"),
+        pytest.param(32, 32, {"evicted": 32}, id="damaged"),
+        pytest.param(32, None, {"too_slow": 32}, id="slow"),
+        pytest.param(32, 48, {"too_slow": 16, "evicted": 16}, id="slow, and short"),
+        pytest.param(16, None, {"too_slow": 48}, id="recompute, busy, or not asked"),
+        pytest.param(16, 16, {"evicted": 48}, id="refused: it is another one"),
+        # The worker had less than was believed, and the peer less than that.
+        pytest.param(0, 0, {"evicted": 64}, id="absent, and nothing here"),
+    ],
+)
+def test_why_a_named_peer_spared_less_than_it_could(
+    b: Books, found: int, peer_held: int | None, missed: dict[str, int]
+) -> None:
+    b.machine.on_stored(chain(1)[:4])
+    placed = placement(cached=16, peer=64, read=48)
+    assert b.missed(placed, end(found, peer=max(found - 16, 0), peer_held=peer_held)) == (
+        missed | {"cold": 32}
+    )
+    total = b.machine.report().total
+    assert total.num_recomputed_held_tokens == missed.get("too_slow", 0)
+    assert (total.num_predicted_tokens, total.num_ceiling_tokens) == (64, 64)
+
+
+def test_a_third_one_may_hold_what_the_peer_lacked(b: Books) -> None:
+    b.machine.on_stored(chain(1))
+    assert b.missed(placement(peer=64, held=96), end(peer_held=32)) == {
+        "too_slow": 32,
+        "evicted": 32,
+        "routed_away": 32,
+    }
+
+
+def test_the_attempt_that_computed_the_most_is_told_of(b: Books) -> None:
+    b.machine.on_stored(chain(1))
+    b.place(placement(cached=16, peer=96, attempt=1))
+    b.place(placement(cached=96, worker="peer", attempt=2))
+    # The first one's peer was too slow; the second went to that peer, and found all of it.
+    counts = b.end(end(16, attempt=1))
+    assert counts is not None
+    assert counts.num_missed_tokens[MissReason.TOO_SLOW] == 80
+    # The other way round: what the second one did not find was evicted there.
+    b.place(placement(cached=96, attempt=1))
+    b.place(placement(cached=96, worker="other", attempt=2))
+    counts = b.end(end(16, attempt=2))
+    assert counts is not None
+    assert counts.num_missed_tokens[MissReason.EVICTED] == 80
+    assert list(b.machine.report().by_worker) == ["peer", "other"]
+
+
+def test_what_was_held_then_was_too_slow_whatever_died_later(b: Books) -> None:
+    b.machine.on_stored(chain(1))
+    b.place(placement(peer=96, attempt=1))
+    b.place(placement(worker="other", attempt=2))
+    counts = b.end(end(attempt=1))
+    assert counts is not None
+    assert counts.num_missed_tokens[MissReason.TOO_SLOW] == 96
 
 
 def test_what_the_index_believed_too_long_was_evicted(b: Books) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from moonpool.core.protocol import (
     FetchReserved,
     LockPrefix,
     Prefill,
+    PrefillDone,
     PrefillStarted,
     PrefixLocked,
     ReadEnded,
@@ -21,6 +23,7 @@ from moonpool.core.protocol import (
     RefuseReason,
     Reply,
     Revoked,
+    TokensReady,
 )
 from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.effects import (
@@ -50,10 +53,13 @@ from moonpool.handoff.messages import (
     AbortRequest,
     DecodeRequest,
     Open,
+    Opened,
     PeerPrefix,
     PrefillRequest,
+    PrefixFailed,
     PrefixOpen,
     PrefixOpened,
+    PrefixRefusal,
     RouterKey,
     SourceRef,
     StreamId,
@@ -69,6 +75,7 @@ from moonpool.ids import (
     WorkerId,
     WorkerKey,
 )
+from moonpool.inference.output import TokenRun
 from support.requests import make_request
 
 R = RouterKey("r")
@@ -230,6 +237,66 @@ def test_a_refusal_forgets_the_peer(m: Machines) -> None:
     refused = Refused(attempt_id=A, reason=RefuseReason.NO_BLOCKS)
     assert m.core(refused) == [SendToRouter(router=R, message=refused)]
     assert m.handoffs.is_quiet
+
+
+NOTHING = PrefixOpened(attempt_id=A, block_ids=())
+FIRST_RUN = TokenRun(first_position=0, token_ids=(7,))
+
+
+def test_the_router_is_told_how_much_the_peer_of_a_decode_held(m: Machines) -> None:
+    m.decode()
+    m.core(Accepted(attempt_id=A), RESERVED)
+    m(HolderMessageReceived(message=replace(OPENED, block_ids=(BlockId(5),), digests=bytes(2))))
+    assert command(FetchEnded(attempt_id=A, num_tokens=4)) in m(ReadDone(read_id=ReadId(A, 0)))
+    first = TokensReady(attempt_id=A, run=FIRST_RUN, num_cached_tokens=4, num_peer_tokens=4)
+    told = replace(first, num_peer_held_tokens=4)
+    assert m.core(first) == [SendToRouter(router=R, message=told)]
+    # It goes with what is said of cached tokens, and with nothing else.
+    later = TokensReady(attempt_id=A, run=TokenRun(first_position=1, token_ids=(8,)))
+    assert m.core(later) == [SendToRouter(router=R, message=later)]
+
+
+def test_router_and_reader_are_told_how_much_the_peer_of_a_prefill_held(m: Machines) -> None:
+    m.prefill()
+    m(
+        OpenReceived(
+            stream_id=StreamId(1), open=Open(attempt_id=A, reader=H, source=W, namespace="n")
+        )
+    )
+    m.core(Accepted(attempt_id=A), RESERVED)
+    m(HolderMessageReceived(message=NOTHING))
+    blocks = (BlockId(0), BlockId(1), BlockId(2))
+    (opened,) = m.core(PrefillStarted(attempt_id=A, num_cached_tokens=0, block_ids=blocks))
+    assert opened == SendOnStream(
+        stream_id=StreamId(1),
+        message=Opened(attempt_id=A, num_cached_tokens=0, block_ids=(), num_peer_held_tokens=0),
+    )
+    told, _ = m.core(PrefillDone(attempt_id=A, num_cached_tokens=0, first_token=7))
+    assert told == SendToRouter(
+        router=R,
+        message=TokensReady(
+            attempt_id=A, run=FIRST_RUN, num_cached_tokens=0, num_peer_held_tokens=0
+        ),
+    )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_peer_that_only_took_too_long_is_no_news_to_the_router(m: Machines, role: str) -> None:
+    getattr(m, role)()
+    m.core(Accepted(attempt_id=A), RESERVED)
+    m(
+        HolderMessageReceived(
+            message=PrefixFailed(attempt_id=A, reason=PrefixRefusal.BUSY, message="")
+        )
+    )
+    if role == "prefill":
+        blocks = (BlockId(0), BlockId(1), BlockId(2))
+        m.core(PrefillStarted(attempt_id=A, num_cached_tokens=0, block_ids=blocks))
+        effects = m.core(PrefillDone(attempt_id=A, num_cached_tokens=0, first_token=7))
+    else:
+        effects = m.core(TokensReady(attempt_id=A, run=FIRST_RUN, num_cached_tokens=0))
+    told = TokensReady(attempt_id=A, run=FIRST_RUN, num_cached_tokens=0)
+    assert effects == [SendToRouter(router=R, message=told)]
 
 
 def test_a_broken_stream_is_the_fetchs(m: Machines) -> None:

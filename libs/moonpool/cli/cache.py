@@ -28,7 +28,7 @@ _MISSES = {
     MissReason.COLD: "cold: never asked before",
     MissReason.EVICTED: "evicted: asked before, nobody holds it",
     MissReason.ROUTED_AWAY: "routed away: held by a worker that was not read from",
-    MissReason.TOO_SLOW: "too slow: a peer was named, and it was computed",
+    MissReason.TOO_SLOW: "too slow: a peer held it, and it was computed",
 }
 
 

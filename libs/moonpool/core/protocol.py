@@ -339,13 +339,20 @@ class TokensReady:
     num_cached_tokens: int | None = None
     #: Of those, how many were read from a peer for this attempt.
     num_peer_tokens: int = 0
+    #: With them: leading tokens of prompt + emitted that the peer held in the end; None: as was believed, for
+    #: all that is known. The core does not know: the handoff machines fill it in.
+    num_peer_held_tokens: int | None = None
 
     @property
     def cached(self) -> CachedTokens | None:
-        """Both numbers as the prefix that they are."""
+        """What is said of cached tokens, as the prefix that they are."""
         if self.num_cached_tokens is None:
             return None
-        return CachedTokens(num_tokens=self.num_cached_tokens, num_peer_tokens=self.num_peer_tokens)
+        return CachedTokens(
+            num_tokens=self.num_cached_tokens,
+            num_peer_tokens=self.num_peer_tokens,
+            num_peer_held_tokens=self.num_peer_held_tokens,
+        )
 
     def joined(self, later: TokensReady) -> TokensReady:
         """This and the next one of the same attempt and choice, as one."""

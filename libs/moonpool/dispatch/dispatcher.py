@@ -551,6 +551,8 @@ class Dispatcher:
                 request_id=request.request_id,
                 finish_reason=finish_reason,
                 usage=usage,
+                cached_attempt=request.cached_attempt,
+                num_peer_held_tokens=cached.num_peer_held_tokens,
                 num_attempts=request.attempt,
                 num_failures=request.num_failures,
                 error_code=error.code if error is not None else None,

@@ -64,6 +64,10 @@ class EndRequest:
     #: Set if it ended well.
     finish_reason: FinishReason | None
     usage: Usage
+    #: Whose cached tokens `usage` has: the attempt that found the fewest; 0: none said what it found.
+    cached_attempt: int = 0
+    #: Leading tokens that the peer of that attempt held in the end; None: as was believed, for all that is known.
+    num_peer_held_tokens: int | None = None
     #: Placements, refused ones included.
     num_attempts: int = 0
     num_failures: int = 0

@@ -68,6 +68,8 @@ class RequestRecord:
     lost_sources: frozenset[WorkerKey] = frozenset()
     #: What no attempt that drew a token had to compute; None before the first one that said so.
     cached: CachedTokens | None = None
+    #: Whose word that is; 0 before.
+    cached_attempt: int = 0
     #: What any worker held when the current attempt was placed.
     num_held_tokens: int = 0
     #: Bound of `cached`: beyond it, an attempt that ended in silence may have computed; None: no bound.
@@ -96,7 +98,7 @@ class RequestRecord:
         if self.num_credible_tokens is not None:
             cached = cached.within(self.num_credible_tokens)
         if self.cached is None or cached.num_tokens < self.cached.num_tokens:
-            self.cached = cached
+            self.cached, self.cached_attempt = cached, self.attempt
 
     def note_silent_end(self) -> None:
         """The current attempt, which was not refused, ends without a word of what it found cached.
@@ -129,6 +131,7 @@ class RequestRecord:
             tuple(sorted(self.unfit)),
             tuple(sorted(self.lost_sources)),
             self.cached,
+            self.cached_attempt,
             self.num_held_tokens,
             self.num_credible_tokens,
         )

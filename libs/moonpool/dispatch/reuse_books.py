@@ -6,12 +6,13 @@ A prompt is cut into stretches, each a range of its leading tokens; all of them 
          found                    missed                                                     no block
 
 - found: what no worker computed for this request, by where it lay (the request's usage).
-- too slow: a peer was named that was believed to hold it, and it was computed all the same: the worker held
-  reading for slower, or gave it up.
+- too slow: a peer was named that held it, and it was computed all the same: the worker held reading for
+  slower, or the peer was too busy or too slow. It held what it said itself, and else what was believed.
 - routed away: somebody held it when the request was placed, and it went elsewhere without being told whom
   to read from.
-- evicted: asked for before, or held before, and nobody holds it; or the worker that was believed to hold it
-  no longer did. What another request is computing at this moment, elsewhere, counts here too.
+- evicted: asked for before, or held before, and nobody holds it; or who was believed to hold it no longer did:
+  the worker that prefilled, or the peer that was named, which had evicted it, was lost, or sent what was
+  damaged. What another request is computing at this moment, elsewhere, counts here too.
 - cold: never asked for here. Here is this router, since it started, and what its workers have announced.
 - tail: the last, partly filled block and the last token: always computed.
 
@@ -22,7 +23,8 @@ Pure: keys and placements in, counts out. A prompt costs two look-ups of its key
 its length. A request counts when it ends, if a token of it was drawn: whatever its end.
 
 Life of a request: placed (what is known and who holds it, as of the first time) -> placed again (who holds
-it now: what was lost in between is gone, what its own attempts left behind does not count) -> ended.
+it now: what was lost in between is gone, what its own attempts left behind does not count) -> ended. Of
+several attempts the one that had to compute the most is told of: its usage, its placement, its peer.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from dataclasses import dataclass, fields, replace
 
 from moonpool.dispatch.effects import EndRequest, Placement
 from moonpool.ids import RequestId, WorkerId
-from moonpool.inference.generation import Usage
 from moonpool.kv.asked_keys import AskedKeys, KnownPrefix
 from moonpool.kv.block_key import KeyArray
 from moonpool.routing.selector import PrefillPlan
@@ -130,6 +131,15 @@ class ReuseReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """One attempt of a request."""
+
+    plan: PrefillPlan
+    #: Leading tokens that one worker held at the first placement, and still at this one.
+    num_held_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
 class _Open:
     """A request that was placed and has not ended. All in leading tokens of its prompt."""
 
@@ -138,10 +148,9 @@ class _Open:
     #: Asked for before.
     known: KnownPrefix
     block_size: int
-    #: Held by one worker at the first placement, and still at the last.
-    num_held_tokens: int
-    #: Of the last placement.
-    plan: PrefillPlan
+    last: _Placed
+    #: By attempt, the last one included.
+    placed: dict[int, _Placed]
 
 
 class ReuseBooks:
@@ -165,7 +174,7 @@ class ReuseBooks:
         Args:
             keys: uint64[n], of the prompt's full blocks from its start.
         """
-        num_held_tokens = placement.record.num_held_tokens
+        placed = _Placed(plan=placement.plan, num_held_tokens=placement.record.num_held_tokens)
         opened = self._open.get(placement.request_id)
         if opened is None:
             num_blocks = min(len(keys), (num_prompt_tokens - 1) // block_size)
@@ -173,23 +182,23 @@ class ReuseBooks:
                 num_reusable_tokens=num_blocks * block_size,
                 known=self._asked.prefix(keys[:num_blocks]),
                 block_size=block_size,
-                num_held_tokens=num_held_tokens,
-                plan=placement.plan,
+                last=placed,
+                placed={placement.attempt: placed},
             )
+            self._open[placement.request_id] = opened
             self._asked.add(keys)
-        self._open[placement.request_id] = replace(
-            opened,
-            num_held_tokens=min(opened.num_held_tokens, num_held_tokens),
-            plan=placement.plan,
-        )
+        else:
+            num_held_tokens = min(opened.last.num_held_tokens, placed.num_held_tokens)
+            placed = replace(placed, num_held_tokens=num_held_tokens)
+            opened.last = opened.placed[placement.attempt] = placed
 
     def on_ended(self, end: EndRequest) -> RequestReuse | None:
         """A request is over; None if it does not count."""
         opened = self._open.pop(end.request_id, None)
         if opened is None or not end.usage.num_completion_tokens:
             return None
-        counts = _attribute(opened, end.usage)
-        worker_id = opened.plan.key.worker_id
+        counts = _attribute(opened, end)
+        worker_id = opened.last.plan.key.worker_id
         self._total += counts
         self._by_worker[worker_id] = self._by_worker.pop(worker_id, ReuseCounts()) + counts
         if len(self._by_worker) > _MAX_WORKERS:
@@ -225,18 +234,23 @@ class ReuseBooks:
             assert sum(self._by_worker.values(), ReuseCounts()) == self._total
 
 
-def _attribute(opened: _Open, usage: Usage) -> ReuseCounts:
+def _attribute(opened: _Open, end: EndRequest) -> ReuseCounts:
     """Cut the prompt at each edge that lies beyond the ones before it."""
-    num_reusable_tokens, plan = opened.num_reusable_tokens, opened.plan
-    num_held_tokens = min(opened.num_held_tokens, num_reusable_tokens)
+    usage, num_reusable_tokens = end.usage, opened.num_reusable_tokens
+    placed = opened.placed.get(end.cached_attempt, opened.last)
+    plan = placed.plan
+    num_held_tokens = min(placed.num_held_tokens, num_reusable_tokens)
+    peer_edge = held_edge = plan.peer.num_tokens if plan.peer is not None else 0
+    if end.num_peer_held_tokens is not None:
+        held_edge = min(held_edge, end.num_peer_held_tokens)
     num_known_tokens = opened.known.num_blocks * opened.block_size
     max_error_tokens = opened.known.max_error_blocks * opened.block_size
     missed = dict.fromkeys(MissReason, 0)
     reached = min(usage.num_cached_tokens, num_reusable_tokens)
     for reason, edge in (
-        (MissReason.TOO_SLOW, plan.peer.num_tokens if plan.peer is not None else 0),
-        (MissReason.EVICTED, plan.num_cached_tokens),
-        (MissReason.ROUTED_AWAY, opened.num_held_tokens),
+        (MissReason.TOO_SLOW, held_edge),
+        (MissReason.EVICTED, max(plan.num_cached_tokens, peer_edge)),
+        (MissReason.ROUTED_AWAY, num_held_tokens),
     ):
         reached = _cut(missed, reason, reached, min(edge, num_held_tokens))
     # What was found or held was known: the estimate is as good as what is left of its range.

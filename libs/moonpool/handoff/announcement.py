@@ -46,6 +46,8 @@ class Announcement:
     num_cached_tokens: int
     #: Of those, how many were read from a peer.
     num_peer_tokens: int = 0
+    #: Leading tokens that the peer held in the end, if that is known.
+    num_peer_held_tokens: int | None = None
     #: Opened has been told.
     is_opened: bool = False
     #: Chunks with a layer that is not told yet, in order.
@@ -68,6 +70,7 @@ class Announcement:
                     num_cached_tokens=self.num_cached_tokens,
                     block_ids=self._blocks(0, self.num_cached_tokens, config),
                     num_peer_tokens=self.num_peer_tokens,
+                    num_peer_held_tokens=self.num_peer_held_tokens,
                 )
             )
         ready: list[tuple[int, int, int, int]] = []
@@ -113,6 +116,7 @@ class Announcement:
             self.block_ids,
             self.num_cached_tokens,
             self.num_peer_tokens,
+            self.num_peer_held_tokens,
             tuple((chunk.start, chunk.end, chunk.step, chunk.num_told) for chunk in self._chunks),
         )
 

@@ -81,6 +81,7 @@ from moonpool.handoff.ended import EndedAttempts
 from moonpool.handoff.events import (
     CoreFrameReceived,
     DecodeEvent,
+    PeerLacked,
     ReadDone,
     ReadId,
     RouterLost,
@@ -149,6 +150,8 @@ class DecodeHandoffs:
                 self._on_source_message(message, now)
             case StreamBroken(attempt_id=attempt_id):
                 self._on_stream_broken(attempt_id)
+            case PeerLacked():
+                self._on_peer_lacked(event)
             case ReadDone():
                 self._on_read_done(event)
             case RouterLost(router=router):
@@ -357,6 +360,8 @@ class DecodeHandoffs:
 
     def _on_tokens(self, handoff: DecodeHandoff, reply: TokensReady, now: float) -> None:
         assert handoff.state is DecodeState.RUNNING, handoff
+        if reply.num_cached_tokens is not None:
+            reply = replace(reply, num_peer_held_tokens=handoff.num_peer_held_tokens)
         if reply.num_cached_tokens is not None and handoff.num_source_cached_tokens is not None:
             # Read KV was not computed here, but the source may have computed it for this request.
             cached = CachedTokens(
@@ -372,6 +377,11 @@ class DecodeHandoffs:
         if reply.run.finish_reason is not None:
             self._forget(handoff, now)
 
+    def _on_peer_lacked(self, event: PeerLacked) -> None:
+        handoff = self._handoffs.get(event.attempt_id.request_id)
+        if handoff is not None and handoff.attempt_id == event.attempt_id:
+            handoff.num_peer_held_tokens = event.num_held_tokens
+
     # -- the source --
 
     def _on_source_message(self, message: SourceMessage, now: float) -> None:
@@ -383,6 +393,7 @@ class DecodeHandoffs:
             case Opened():
                 handoff.num_source_cached_tokens = message.num_cached_tokens
                 handoff.num_source_peer_tokens = message.num_peer_tokens
+                handoff.num_peer_held_tokens = message.num_peer_held_tokens
                 self._announced(handoff, message)
             case LayersReady():
                 self._announced(handoff, message)

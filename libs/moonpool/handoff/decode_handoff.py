@@ -46,6 +46,8 @@ class DecodeHandoff:
     #: What the source did not have to compute; None until it said so. Of that, from a peer of its own.
     num_source_cached_tokens: int | None = None
     num_source_peer_tokens: int = 0
+    #: Leading tokens that its peer, or its source's, held in the end; None: as was believed, for all that is known.
+    num_peer_held_tokens: int | None = None
 
     def fork(self) -> DecodeHandoff:
         handoff = copy.copy(self)
@@ -66,4 +68,5 @@ class DecodeHandoff:
             self.failure,
             self.num_source_cached_tokens,
             self.num_source_peer_tokens,
+            self.num_peer_held_tokens,
         )

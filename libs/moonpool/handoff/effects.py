@@ -125,6 +125,8 @@ class RecordFetch:
     num_wanted_blocks: int
     #: Verified, in order.
     num_blocks: int
+    #: Leading tokens of the request that the holder turned out to hold, if they are fewer than were wanted.
+    num_held_tokens: int | None = None
     #: From the decision to the end.
     elapsed_s: float
     #: What was believed when it was decided; 0 if nothing was known.

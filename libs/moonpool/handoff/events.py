@@ -122,6 +122,15 @@ class AttemptAborted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLacked:
+    """Both roles. An attempt's fetch has ended, and its peer held less than was wanted of it."""
+
+    attempt_id: AttemptId
+    #: Leading tokens that it held.
+    num_held_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HolderMessageReceived:
     """Fetch. The holder says something on the lease of `message.attempt_id`."""
 
@@ -150,6 +159,7 @@ PrefillEvent = (
     | LayersDone
     | OpenReceived
     | StreamClosed
+    | PeerLacked
 )
 DecodeEvent = (
     RouterMessageReceived
@@ -158,11 +168,12 @@ DecodeEvent = (
     | SourceMessageReceived
     | StreamBroken
     | ReadDone
+    | PeerLacked
 )
 FetchEvent = (
     PeerNamed | AttemptAborted | CoreFrameReceived | HolderMessageReceived | StreamBroken | ReadDone
 )
 HoldEvent = CoreFrameReceived | PrefixOpenReceived | PrefixStreamClosed
-#: What a shell may say. PeerNamed and AttemptAborted are said among the machines of a worker; a store,
-#: whose attempts are no router's, says them itself.
+#: What a shell may say. PeerNamed, AttemptAborted and PeerLacked are said among the machines of a worker; a
+#: store, whose attempts are no router's, says the first two itself.
 HandoffEvent = PrefillEvent | DecodeEvent | FetchEvent | HoldEvent

@@ -7,7 +7,7 @@ decode and lives in its own machine; that one has named the peer to the core. Ev
 
 Rules
 - A fetch is a way to compute less, never a condition: however it ends, the attempt goes on from what is
-  verified, and the router need not know.
+  verified; the router is only told, with the tokens, how much of it the peer no longer held.
 - Exactly one FetchEnded per FetchReserved, when no read is outstanding; or exactly one ReadEnded after
   Abort or Revoked, when none is. Until then its blocks are not freed: the transport may still write them.
 - Only what is verified counts, and only as a prefix. What is read piece by piece is told as it comes.
@@ -508,10 +508,34 @@ class FetchReads:
             case _:
                 chooser.told_nothing(ticket, num_bytes=num_bytes)
         num_blocks = (num_tokens - reserved.num_cached_tokens) // self._config.block_size
-        self._record(fetch, outcome, now - ticket.begun_at, num_blocks)
+        num_held_tokens = self._num_held_tokens(fetch, outcome, num_tokens)
+        self._record(fetch, outcome, now - ticket.begun_at, num_blocks, num_held_tokens)
+
+    def _num_held_tokens(self, fetch: Fetch, outcome: FetchOutcome, num_tokens: int) -> int | None:
+        """Leading tokens that the peer turned out to hold; None: all that was wanted, for all that is known."""
+        assert fetch.reserved is not None, fetch
+        match outcome:
+            case (
+                FetchOutcome.SHORT | FetchOutcome.ABSENT | FetchOutcome.LOST | FetchOutcome.DAMAGED
+            ):
+                num_held_tokens = num_tokens
+            case FetchOutcome.REFUSED if fetch.refusal is not None and not fetch.refusal.is_passing:
+                # It is not whom it was taken for.
+                num_held_tokens = num_tokens
+            case _ if fetch.opened is not None:
+                num_locked_tokens = len(fetch.opened.block_ids) * self._config.block_size
+                num_held_tokens = fetch.reserved.num_cached_tokens + num_locked_tokens
+            case _:
+                return None
+        return num_held_tokens if num_held_tokens < fetch.reserved.num_tokens else None
 
     def _record(
-        self, fetch: Fetch, outcome: FetchOutcome, elapsed_s: float, num_blocks: int = 0
+        self,
+        fetch: Fetch,
+        outcome: FetchOutcome,
+        elapsed_s: float,
+        num_blocks: int = 0,
+        num_held_tokens: int | None = None,
     ) -> None:
         plan = fetch.plan
         self._effects.append(
@@ -521,6 +545,7 @@ class FetchReads:
                 outcome=outcome,
                 num_wanted_blocks=fetch.num_wanted_blocks(self._config.block_size),
                 num_blocks=num_blocks,
+                num_held_tokens=num_held_tokens,
                 elapsed_s=elapsed_s,
                 predicted_s=plan.predicted_s if plan is not None else 0.0,
                 recompute_s=plan.recompute_s if plan is not None else 0.0,

@@ -183,6 +183,8 @@ class Opened:
     block_ids: tuple[BlockId, ...]
     #: Of the cached tokens, how many the source read from a peer.
     num_peer_tokens: int = 0
+    #: Leading tokens that its peer held in the end; None: as was believed, for all that is known.
+    num_peer_held_tokens: int | None = None
     #: All leaves of these blocks, layers [0, num_layers); filled by the shell.
     digests: bytes = b""
 

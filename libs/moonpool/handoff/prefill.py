@@ -67,6 +67,7 @@ from moonpool.handoff.events import (
     CoreFrameReceived,
     LayersDone,
     OpenReceived,
+    PeerLacked,
     PrefillEvent,
     RouterLost,
     RouterMessageReceived,
@@ -129,6 +130,8 @@ class PrefillHandoffs:
                 self._on_open(event, now)
             case StreamClosed(stream_id=stream_id):
                 self._on_stream_closed(stream_id, now)
+            case PeerLacked():
+                self._on_peer_lacked(event)
             case RouterLost(router=router):
                 self._on_router_lost(router, now)
         return self._take_effects()
@@ -327,8 +330,14 @@ class PrefillHandoffs:
             block_ids=reply.block_ids,
             num_cached_tokens=reply.num_cached_tokens,
             num_peer_tokens=reply.num_peer_tokens,
+            num_peer_held_tokens=handoff.num_peer_held_tokens,
         )
         self._announce(handoff, now)
+
+    def _on_peer_lacked(self, event: PeerLacked) -> None:
+        handoff = self._handoffs.get(event.attempt_id.request_id)
+        if handoff is not None and handoff.attempt_id == event.attempt_id:
+            handoff.num_peer_held_tokens = event.num_held_tokens
 
     def _on_prefill_done(self, handoff: PrefillHandoff, reply: PrefillDone, now: float) -> None:
         assert handoff.state is PrefillState.RUNNING, handoff
@@ -348,6 +357,7 @@ class PrefillHandoffs:
                 run=run,
                 num_cached_tokens=reply.num_cached_tokens,
                 num_peer_tokens=reply.num_peer_tokens,
+                num_peer_held_tokens=handoff.num_peer_held_tokens,
             ),
         )
         if handoff.stream_id is None:

@@ -39,6 +39,8 @@ class PrefillHandoff:
     finish_reason: FinishReason | None = None
     #: Of what was cached, how much this worker read from a peer; known when it is DONE.
     num_peer_tokens: int = 0
+    #: Leading tokens that the peer held in the end; known before it is RUNNING, if ever.
+    num_peer_held_tokens: int | None = None
     #: Set while it is DONE and nobody reads it.
     unclaimed_at: float | None = None
     #: When the reader is next told that it waits, if it hears nothing else.
@@ -59,6 +61,7 @@ class PrefillHandoff:
             self.first_token,
             self.finish_reason,
             self.num_peer_tokens,
+            self.num_peer_held_tokens,
         )
 
 

@@ -18,7 +18,13 @@ from dataclasses import replace
 from moonpool.core.protocol import Abort, Decode, Prefill, Refused, RefuseReason
 from moonpool.handoff.config import FetchConfig, HandoffConfig
 from moonpool.handoff.decode import DecodeHandoffs
-from moonpool.handoff.effects import HandoffEffect, SendCommand, SendToRouter
+from moonpool.handoff.effects import (
+    FetchEffect,
+    HandoffEffect,
+    RecordFetch,
+    SendCommand,
+    SendToRouter,
+)
 from moonpool.handoff.events import (
     AttemptAborted,
     CoreFrameReceived,
@@ -26,6 +32,7 @@ from moonpool.handoff.events import (
     HolderMessageReceived,
     LayersDone,
     OpenReceived,
+    PeerLacked,
     PeerNamed,
     PrefixOpenReceived,
     PrefixStreamClosed,
@@ -93,19 +100,22 @@ class WorkerHandoffs:
                 effects = [*self.prefill.handle(event, now), *self.decode.handle(event, now)]
                 return [
                     *self._followed(effects, None, now),
-                    *self.fetches.handle(event, now),
+                    *self._reported(self.fetches.handle(event, now), now),
                     *self.holds.handle(event, now),
                 ]
             case LayersDone() | OpenReceived() | StreamClosed():
                 return self._followed(self.prefill.handle(event, now), None, now)
             case ReadDone(read_id=read_id) if self.fetches.is_reading(read_id.attempt_id):
-                return list(self.fetches.handle(event, now))
+                return self._reported(self.fetches.handle(event, now), now)
             case StreamBroken():
-                return [*self.decode.handle(event, now), *self.fetches.handle(event, now)]
+                effects = [*self.decode.handle(event, now)]
+                return [*effects, *self._reported(self.fetches.handle(event, now), now)]
             case SourceMessageReceived() | ReadDone():
                 return self._followed(self.decode.handle(event, now), None, now)
             case HolderMessageReceived() | PeerNamed() | AttemptAborted():
-                return list(self.fetches.handle(event, now))
+                return self._reported(self.fetches.handle(event, now), now)
+            case PeerLacked():
+                return [*self.prefill.handle(event, now), *self.decode.handle(event, now)]
             case PrefixOpenReceived() | PrefixStreamClosed():
                 return list(self.holds.handle(event, now))
 
@@ -142,6 +152,18 @@ class WorkerHandoffs:
                     pass
         return result
 
+    def _reported(self, effects: Sequence[FetchEffect], now: float) -> list[HandoffEffect]:
+        """The effects of a fetch; its attempt, in either role, learns what the peer lacked."""
+        result: list[HandoffEffect] = []
+        for effect in effects:
+            result.append(effect)
+            if isinstance(effect, RecordFetch) and effect.num_held_tokens is not None:
+                lacked = PeerLacked(
+                    attempt_id=effect.attempt_id, num_held_tokens=effect.num_held_tokens
+                )
+                result += self.handle(lacked, now)
+        return result
+
     def _has_other_role(self, message: PrefillRequest | DecodeRequest) -> bool:
         other = self.decode if isinstance(message, PrefillRequest) else self.prefill
         return other.is_live(message.attempt_id)
@@ -154,7 +176,7 @@ class WorkerHandoffs:
         return [
             *self._followed(effects, None, now),
             *waiting,
-            *self.fetches.tick(now),
+            *self._reported(self.fetches.tick(now), now),
             *self.holds.tick(now),
         ]
 

@@ -19,6 +19,9 @@ class CachedTokens:
     num_peer_tokens: int = 0
     #: The peer was a store node.
     is_peer_store: bool = False
+    #: Leading tokens of the request that the peer held in the end, as whoever asked it found out; None: as was
+    #: believed, for all that is known.
+    num_peer_held_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_peer_tokens <= self.num_tokens, self

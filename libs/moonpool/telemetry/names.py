@@ -111,7 +111,8 @@ PREDICTED_HIT_TOKENS = _counter(
 )
 MISSED_TOKENS = _counter(
     "moonpool_missed_tokens_total",
-    "Prompt tokens in full blocks that were computed: cold, evicted, routed_away, too_slow.",
+    "Prompt tokens in full blocks that were computed: cold (never asked before), evicted (nobody held them any "
+    "more), routed_away (who held them was not read from), too_slow (a peer held them, computing was sooner).",
     "model", "reason",
 )  # fmt: skip
 RECOMPUTED_HELD_TOKENS = _counter(

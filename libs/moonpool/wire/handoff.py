@@ -88,6 +88,7 @@ def source_message_to_pb(
                     block_ids=message.block_ids,
                     leaves=message.digests,
                     num_peer_tokens=message.num_peer_tokens,
+                    num_peer_held_tokens=message.num_peer_held_tokens,
                 )
             )
         case LayersReady():
@@ -138,6 +139,11 @@ def source_message_from_pb(message: pb.FromPrefill, attempt_id: AttemptId) -> So
                     low=0,
                     high=opened.num_cached_tokens,
                 ),
+                num_peer_held_tokens=_num_tokens(
+                    opened.num_peer_held_tokens, "opened.num_peer_held_tokens"
+                )
+                if opened.HasField("num_peer_held_tokens")
+                else None,
                 digests=opened.leaves,
             )
         case "layers":

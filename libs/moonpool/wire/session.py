@@ -215,6 +215,7 @@ def frame_message_to_pb(
                         num_cached_tokens=message.num_cached_tokens,
                         num_peer_tokens=message.num_peer_tokens,
                         is_prefill_side=report.is_prefill_side,
+                        num_peer_held_tokens=message.num_peer_held_tokens,
                     )
                 )
             case Refused():
@@ -270,6 +271,14 @@ def _frame_from_pb(frame: pb.WorkerFrame) -> WorkerFrame:
                     low=0,
                     high=item.num_cached_tokens,
                 ),
+                num_peer_held_tokens=between(
+                    item.num_peer_held_tokens,
+                    f"frame.tokens[{index}].num_peer_held_tokens",
+                    low=0,
+                    high=2 * MAX_TOKENS,
+                )
+                if item.HasField("num_peer_held_tokens")
+                else None,
             ),
             is_prefill_side=item.is_prefill_side,
         )

@@ -226,18 +226,20 @@ class Ping(_message.Message):
     def __init__(self) -> None: ...
 
 class TokenReport(_message.Message):
-    __slots__ = ("attempt_id", "run", "num_cached_tokens", "is_prefill_side", "num_peer_tokens")
+    __slots__ = ("attempt_id", "run", "num_cached_tokens", "is_prefill_side", "num_peer_tokens", "num_peer_held_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_PREFILL_SIDE_FIELD_NUMBER: _ClassVar[int]
     NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _request_pb2.AttemptId
     run: _request_pb2.TokenRun
     num_cached_tokens: int
     is_prefill_side: bool
     num_peer_tokens: int
-    def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., run: _Optional[_Union[_request_pb2.TokenRun, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., is_prefill_side: _Optional[bool] = ..., num_peer_tokens: _Optional[int] = ...) -> None: ...
+    num_peer_held_tokens: int
+    def __init__(self, attempt_id: _Optional[_Union[_request_pb2.AttemptId, _Mapping]] = ..., run: _Optional[_Union[_request_pb2.TokenRun, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., is_prefill_side: _Optional[bool] = ..., num_peer_tokens: _Optional[int] = ..., num_peer_held_tokens: _Optional[int] = ...) -> None: ...
 
 class RefusedReport(_message.Message):
     __slots__ = ("attempt_id", "reason", "is_prefill_side")
@@ -328,16 +330,18 @@ class FromDecode(_message.Message):
     def __init__(self, open: _Optional[_Union[HandoffOpen, _Mapping]] = ...) -> None: ...
 
 class HandoffOpened(_message.Message):
-    __slots__ = ("num_cached_tokens", "block_ids", "leaves", "num_peer_tokens")
+    __slots__ = ("num_cached_tokens", "block_ids", "leaves", "num_peer_tokens", "num_peer_held_tokens")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     leaves: bytes
     num_peer_tokens: int
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., leaves: _Optional[bytes] = ..., num_peer_tokens: _Optional[int] = ...) -> None: ...
+    num_peer_held_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., leaves: _Optional[bytes] = ..., num_peer_tokens: _Optional[int] = ..., num_peer_held_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffLayersReady(_message.Message):
     __slots__ = ("start", "end", "first_layer", "end_layer", "block_ids", "leaves")
