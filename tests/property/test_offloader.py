@@ -177,8 +177,8 @@ class World:
 
     def close_stream(self) -> None:
         if self.streams:
-            stream_id, _ = self.streams.pop()
-            self.machine.on_read_ended(stream_id, self.now)
+            lease_id, _ = self.streams.pop()
+            self.machine.on_read_ended(lease_id, self.now)
 
     # -- time --
 

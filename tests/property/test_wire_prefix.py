@@ -37,7 +37,7 @@ from moonpool.wire.handoff import source_message_from_pb, source_message_to_pb
 from moonpool.wire.prefix_read import (
     LeaseClosed,
     LeaseEnded,
-    LeaseId,
+    LeaseNumber,
     holder_message_from_pb,
     holder_message_to_pb,
     reader_message_from_pb,
@@ -107,12 +107,12 @@ def test_a_peer_travels_with_a_request(peer: PeerPrefix) -> None:
 
 @given(opens())
 def test_opens(message: PrefixOpen) -> None:
-    told = reader_message_to_pb(LeaseId(3), message)
+    told = reader_message_to_pb(LeaseNumber(3), message)
     assert reader_message_from_pb(over_the_wire(told)) == (3, message)
 
 
 def test_a_lease_is_given_back() -> None:
-    told = reader_message_to_pb(LeaseId(2**64 - 1), LeaseClosed())
+    told = reader_message_to_pb(LeaseNumber(2**64 - 1), LeaseClosed())
     assert reader_message_from_pb(over_the_wire(told)) == (2**64 - 1, LeaseClosed())
 
 
@@ -127,7 +127,7 @@ def test_a_lease_is_given_back() -> None:
     | st.just(LeaseEnded())
 )
 def test_what_a_holder_says(message: PrefixOpened | PrefixFailed | LeaseEnded) -> None:
-    told = over_the_wire(holder_message_to_pb(LeaseId(7), message))
+    told = over_the_wire(holder_message_to_pb(LeaseNumber(7), message))
     assert told.lease == 7
     assert holder_message_from_pb(told, A) == message
 
@@ -156,7 +156,7 @@ def test_tokens_by_source() -> None:
     assert source_message_from_pb(over_the_wire(source_message_to_pb(commit)), A) == commit
 
 
-ONE = LeaseId(1)
+ONE = LeaseNumber(1)
 GOOD = PrefixOpen(
     attempt_id=A,
     reader=WorkerKey(WorkerId("r"), Incarnation("1")),

@@ -13,16 +13,16 @@ from moonpool.bus.subjects import Subjects
 from moonpool.clock import SystemClock
 from moonpool.errors import UnavailableError
 from moonpool.handoff.events import (
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
     RouterMessageReceived,
 )
 from moonpool.handoff.messages import (
     DecodeRequest,
+    LeaseId,
     PrefixOpen,
     RouterKey,
     SourceRef,
-    StreamId,
 )
 from moonpool.ids import AttemptId, BlockHash, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.kv.block_hash import hash_blocks
@@ -41,7 +41,7 @@ from moonpool.worker.announcements import Announcements
 from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 from moonpool.worker.offload import KvOffload
 from moonpool.worker.peers import Peer, PeerDirectory
-from moonpool.worker.prefix_line import PrefixLine
+from moonpool.worker.reader_leases import ReaderLeases
 from support.eventually import eventually
 from support.fake_store import FakeStore, fake_store
 from support.kv import SECRET, make_chain, make_model_namespace
@@ -87,7 +87,7 @@ async def connect(source: SourceRef) -> Peer:
         key=source.key,
         channel=channel,
         stub=stub,
-        prefixes=PrefixLine(stub.ReadPrefixes, peer="h"),
+        prefixes=ReaderLeases(stub.ReadPrefixes, peer="h"),
         kv=NoKv(),
         plan=plan(LAYOUT, LAYOUT),
         transport="none",
@@ -115,8 +115,8 @@ class Stage:
             hashes=tuple(hashes),
             first=0,
         )
-        self.offload.saw(PrefixOpenReceived(stream_id=StreamId(number), open=open_))
-        self.offload.saw(PrefixStreamClosed(stream_id=StreamId(number)))
+        self.offload.saw(PrefixOpenReceived(lease_id=LeaseId(number), open=open_))
+        self.offload.saw(PrefixLeaseClosed(lease_id=LeaseId(number)))
 
     async def settled(self) -> None:
         """Whoever has something to do has done it."""

@@ -23,7 +23,7 @@ from moonpool.rpc.server import RpcServer
 from moonpool.transport.base import KvPeer, KvRead, ReadResult
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.peers import Peer, PeerDirectory
-from moonpool.worker.prefix_line import PrefixLine
+from moonpool.worker.reader_leases import ReaderLeases
 from moonpool.worker.source_streams import SourceStreams
 from support.eventually import eventually
 
@@ -98,7 +98,7 @@ def make_peer(address: str, *, key: WorkerKey = KEY, kv: KvPeer | None = None) -
         key=key,
         channel=channel,
         stub=stub,
-        prefixes=PrefixLine(stub.ReadPrefixes, peer="h"),
+        prefixes=ReaderLeases(stub.ReadPrefixes, peer="h"),
         kv=kv or NoKv(),
         plan=plan(LAYOUT, LAYOUT),
         transport="none",

@@ -24,13 +24,13 @@ from moonpool.core.protocol import Command, CoreFrame, HandedBack, Refused, Toke
 from moonpool.handoff.config import FetchConfig, HandoffConfig
 from moonpool.handoff.effects import (
     CloseStream,
-    EndPrefixStream,
+    EndPrefixLease,
     FetchOutcome,
     HandoffEffect,
     OpenStream,
     RecordFetch,
     SendCommand,
-    SendOnPrefixStream,
+    SendOnPrefixLease,
     SendToRouter,
     StartRead,
     StopReads,
@@ -39,8 +39,8 @@ from moonpool.handoff.events import (
     CoreFrameReceived,
     HandoffEvent,
     HolderMessageReceived,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
     ReadDone,
     RouterMessageReceived,
     StreamBroken,
@@ -49,12 +49,12 @@ from moonpool.handoff.messages import (
     AbortRequest,
     DecodeRequest,
     HolderMessage,
+    LeaseId,
     PeerPrefix,
     PrefixOpen,
     PrefixOpened,
     RouterKey,
     RouterMessage,
-    StreamId,
     with_digests,
 )
 from moonpool.handoff.worker import WorkerHandoffs
@@ -73,11 +73,11 @@ _DEADLINE_S = 1e6
 
 @dataclass(kw_only=True)
 class Stream:
-    """One prefix stream."""
+    """One lease on a prefix, with a stream of its own."""
 
     reader: int
     holder: int
-    stream_id: StreamId
+    lease_id: LeaseId
     open: PrefixOpen
     #: The holder has been told of it.
     is_open_told: bool = False
@@ -214,7 +214,7 @@ class FetchWorld:
         stream.to_reader = deque([None])
         if stream.is_open_at_holder and stream.is_open_told:
             stream.is_open_at_holder = False
-            self._handle(stream.holder, PrefixStreamClosed(stream_id=stream.stream_id))
+            self._handle(stream.holder, PrefixLeaseClosed(lease_id=stream.lease_id))
         stream.is_open_told = True
 
     def end_read(self, read: Read, *, fault: str = "") -> None:
@@ -297,13 +297,13 @@ class FetchWorld:
                 stream.is_open_at_holder = False
                 self.streams.remove(stream)
                 return
-            event = PrefixOpenReceived(stream_id=stream.stream_id, open=stream.open)
+            event = PrefixOpenReceived(lease_id=stream.lease_id, open=stream.open)
             self._handle(stream.holder, event)
             return
         self.streams.remove(stream)
         if stream.is_open_at_holder:
             stream.is_open_at_holder = False
-            self._handle(stream.holder, PrefixStreamClosed(stream_id=stream.stream_id))
+            self._handle(stream.holder, PrefixLeaseClosed(lease_id=stream.lease_id))
 
     def _tell_reader(self, stream: Stream) -> None:
         message = stream.to_reader.popleft()
@@ -342,10 +342,10 @@ class FetchWorld:
                 case StopReads(attempt_id=attempt_id):
                     for read in self.reads:
                         read.is_stopped |= read.effect.read_id.attempt_id == attempt_id
-                case SendOnPrefixStream(stream_id=stream_id, message=holder_message):
-                    self._send(node, stream_id, holder_message)
-                case EndPrefixStream(stream_id=stream_id):
-                    self._end(stream_id)
+                case SendOnPrefixLease(lease_id=lease_id, message=holder_message):
+                    self._send(node, lease_id, holder_message)
+                case EndPrefixLease(lease_id=lease_id):
+                    self._end(lease_id)
                 case RecordFetch():
                     self.records.append(effect)
                 case _:
@@ -358,14 +358,14 @@ class FetchWorld:
             Stream(
                 reader=index,
                 holder=holder,
-                stream_id=StreamId(self._num_streams),
+                lease_id=LeaseId(self._num_streams),
                 open=open_,
             )
         )
 
-    def _send(self, node: Node, stream_id: StreamId, message: HolderMessage) -> None:
+    def _send(self, node: Node, lease_id: LeaseId, message: HolderMessage) -> None:
         """Digests are filled in as it leaves; that it arrives later changes nothing."""
-        stream = self._stream(stream_id)
+        stream = self._stream(lease_id)
         if stream is None or not stream.is_open_at_holder:
             return
         if isinstance(message, PrefixOpened):
@@ -373,8 +373,8 @@ class FetchWorld:
             message = with_digests(message, digests)
         stream.to_reader.append(message)
 
-    def _end(self, stream_id: StreamId) -> None:
-        stream = self._stream(stream_id)
+    def _end(self, lease_id: LeaseId) -> None:
+        stream = self._stream(lease_id)
         if stream is not None:
             stream.is_open_at_holder = False
             stream.to_reader.append(None)
@@ -394,8 +394,8 @@ class FetchWorld:
 
     # -- looking --
 
-    def _stream(self, stream_id: StreamId) -> Stream | None:
-        return next((s for s in self.streams if s.stream_id == stream_id), None)
+    def _stream(self, lease_id: LeaseId) -> Stream | None:
+        return next((s for s in self.streams if s.lease_id == lease_id), None)
 
     def _streams_of(self, reader: int, attempt_id: AttemptId) -> list[Stream]:
         return [

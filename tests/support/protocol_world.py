@@ -61,14 +61,14 @@ from moonpool.dispatch.events import (
 from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.effects import (
     CloseStream,
-    EndPrefixStream,
+    EndPrefixLease,
     EndStream,
     FetchOutcome,
     HandoffEffect,
     OpenStream,
     RecordFetch,
     SendCommand,
-    SendOnPrefixStream,
+    SendOnPrefixLease,
     SendOnStream,
     SendToRouter,
     StartRead,
@@ -79,8 +79,8 @@ from moonpool.handoff.events import (
     HolderMessageReceived,
     LayersDone,
     OpenReceived,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
     ReadDone,
     RouterLost,
     RouterMessageReceived,
@@ -91,6 +91,7 @@ from moonpool.handoff.events import (
 from moonpool.handoff.messages import (
     Commit,
     DecodeRequest,
+    LeaseId,
     Open,
     PeerPrefix,
     PrefillRequest,
@@ -288,7 +289,7 @@ class ProtocolWorld:
         self._core_memo: dict[int, list[Outcome]] = {}
         self._event_memo: dict[tuple[int, int], tuple[int, int]] = {}
         self._sent_memo: dict[tuple[int, int, WorkerKey], int] = {}
-        self._streams: dict[StreamId, tuple[int, AttemptId]] = {}
+        self._streams: dict[int, tuple[int, AttemptId]] = {}
         self._fetch_config = FetchConfig(
             # One block at a time, so that what has come by parts is explored too.
             mode=FetchMode.ALWAYS,
@@ -497,7 +498,7 @@ class ProtocolWorld:
                 step, num_layers = message  # type: ignore[misc]
                 return w, LayersDone(step=step, num_layers=num_layers)
             case ("O", int() as reader, int() as source, AttemptId() as attempt_id):
-                stream_id = self._stream_id(reader, attempt_id)
+                stream_id = StreamId(self._number_of_stream(reader, attempt_id))
                 if message == END:
                     return source, StreamClosed(stream_id=stream_id)
                 assert isinstance(message, Open)
@@ -507,11 +508,11 @@ class ProtocolWorld:
                     return reader, StreamBroken(attempt_id=attempt_id)
                 return reader, SourceMessageReceived(message=message)  # type: ignore[arg-type]
             case ("P", int() as reader, int() as holder, AttemptId() as attempt_id):
-                stream_id = self._stream_id(reader, attempt_id)
+                lease_id = LeaseId(self._number_of_stream(reader, attempt_id))
                 if message == END:
-                    return holder, PrefixStreamClosed(stream_id=stream_id)
+                    return holder, PrefixLeaseClosed(lease_id=lease_id)
                 assert isinstance(message, PrefixOpen)
-                return holder, PrefixOpenReceived(stream_id=stream_id, open=message)
+                return holder, PrefixOpenReceived(lease_id=lease_id, open=message)
             case ("Q", int() as reader, int(), AttemptId() as attempt_id):
                 if message == END:
                     return reader, StreamBroken(attempt_id=attempt_id)
@@ -871,10 +872,8 @@ class ProtocolWorld:
                 return [*commands, ReadEnded(attempt_id=attempt_id)]
             case "fetch_never_ends", SendCommand(command=ReadEnded()):
                 return []
-            case "unlock_at_opened", SendOnPrefixStream(
-                stream_id=stream_id, message=PrefixOpened()
-            ):
-                return [UnlockPrefix(read_id=stream_id)]
+            case "unlock_at_opened", SendOnPrefixLease(lease_id=lease_id, message=PrefixOpened()):
+                return [UnlockPrefix(read_id=lease_id)]
             case "no_unlock", SendCommand(command=UnlockPrefix()):
                 return []
             case _:
@@ -913,11 +912,11 @@ class ProtocolWorld:
             case EndStream(stream_id=stream_id):
                 reader, attempt_id = self._streams[stream_id]
                 return (self._op(Do.STREAM, ("A", reader, w, attempt_id), END),)
-            case SendOnPrefixStream(stream_id=stream_id, message=message):
-                reader, attempt_id = self._streams[stream_id]
+            case SendOnPrefixLease(lease_id=lease_id, message=message):
+                reader, attempt_id = self._streams[lease_id]
                 return (self._op(Do.STREAM, ("Q", reader, w, attempt_id), message),)
-            case EndPrefixStream(stream_id=stream_id):
-                reader, attempt_id = self._streams[stream_id]
+            case EndPrefixLease(lease_id=lease_id):
+                reader, attempt_id = self._streams[lease_id]
                 return (self._op(Do.STREAM, ("Q", reader, w, attempt_id), END),)
             case RecordFetch(outcome=outcome):
                 self.fetch_outcomes.add(outcome)
@@ -1032,11 +1031,11 @@ class ProtocolWorld:
     def _number_of_worker(self, node: WorkerNode) -> int:
         return self._nodes.number(node.key(), node)
 
-    def _stream_id(self, reader: int, attempt_id: AttemptId) -> StreamId:
+    def _number_of_stream(self, reader: int, attempt_id: AttemptId) -> int:
         number = self._request_numbers[RequestId(attempt_id.request_id)]
-        stream_id = StreamId(reader * 10_000 + number * 1_000 + attempt_id.attempt)
-        self._streams[stream_id] = (reader, attempt_id)
-        return stream_id
+        stream = reader * 10_000 + number * 1_000 + attempt_id.attempt
+        self._streams[stream] = (reader, attempt_id)
+        return stream
 
     def _key(self, w: int, incarnation: int) -> WorkerKey:
         return WorkerKey(WorkerId(f"w{w}"), Incarnation(str(incarnation)))

@@ -9,20 +9,20 @@ import pytest
 
 from moonpool.core.protocol import LockPrefix, PrefixLocked, UnlockPrefix
 from moonpool.handoff.config import FetchConfig
-from moonpool.handoff.effects import EndPrefixStream, SendCommand, SendOnPrefixStream
+from moonpool.handoff.effects import EndPrefixLease, SendCommand, SendOnPrefixLease
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HoldEvent,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
 )
 from moonpool.handoff.fetch_holder import PrefixHolds
 from moonpool.handoff.messages import (
+    LeaseId,
     PrefixFailed,
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
-    StreamId,
 )
 from moonpool.ids import (
     AttemptId,
@@ -72,35 +72,35 @@ class Holder:
         self.machine.validate()
         return list(effects)
 
-    def open(self, stream: int = 1, open_: PrefixOpen = OPEN) -> list[object]:
-        return self(PrefixOpenReceived(stream_id=StreamId(stream), open=open_))
+    def open(self, lease: int = 1, open_: PrefixOpen = OPEN) -> list[object]:
+        return self(PrefixOpenReceived(lease_id=LeaseId(lease), open=open_))
 
-    def locked(self, *blocks: int, stream: int = 1) -> list[object]:
-        reply = PrefixLocked(read_id=stream, block_ids=tuple(map(BlockId, blocks)))
+    def locked(self, *blocks: int, lease: int = 1) -> list[object]:
+        reply = PrefixLocked(read_id=lease, block_ids=tuple(map(BlockId, blocks)))
         return self(CoreFrameReceived(step=0, replies=(reply,)))
 
-    def closed(self, stream: int = 1) -> list[object]:
-        return self(PrefixStreamClosed(stream_id=StreamId(stream)))
+    def closed(self, lease: int = 1) -> list[object]:
+        return self(PrefixLeaseClosed(lease_id=LeaseId(lease)))
 
 
-def lock(stream: int = 1, reader: WorkerKey = READER) -> SendCommand:
-    return SendCommand(command=LockPrefix(read_id=stream, hashes=HASHES, reader=reader))
+def lock(lease: int = 1, reader: WorkerKey = READER) -> SendCommand:
+    return SendCommand(command=LockPrefix(read_id=lease, hashes=HASHES, reader=reader))
 
 
-def unlock(stream: int = 1) -> SendCommand:
-    return SendCommand(command=UnlockPrefix(read_id=stream))
+def unlock(lease: int = 1) -> SendCommand:
+    return SendCommand(command=UnlockPrefix(read_id=lease))
 
 
-def told(*blocks: int) -> SendOnPrefixStream:
+def told(*blocks: int) -> SendOnPrefixLease:
     message = PrefixOpened(attempt_id=A, block_ids=tuple(map(BlockId, blocks)))
-    return SendOnPrefixStream(stream_id=StreamId(1), message=message)
+    return SendOnPrefixLease(lease_id=LeaseId(1), message=message)
 
 
-def failed(reason: PrefixRefusal, message: str, stream: int = 1) -> list[object]:
+def failed(reason: PrefixRefusal, message: str, lease: int = 1) -> list[object]:
     words = PrefixFailed(attempt_id=A, reason=reason, message=message)
     return [
-        SendOnPrefixStream(stream_id=StreamId(stream), message=words),
-        EndPrefixStream(stream_id=StreamId(stream)),
+        SendOnPrefixLease(lease_id=LeaseId(lease), message=words),
+        EndPrefixLease(lease_id=LeaseId(lease)),
     ]
 
 
@@ -123,7 +123,7 @@ def test_the_life_of_a_lock(h: Holder) -> None:
 @pytest.mark.parametrize("blocks", [(), (7,)])
 def test_nothing_that_is_wanted_is_held(h: Holder, blocks: tuple[int, ...]) -> None:
     h.open()
-    assert h.locked(*blocks) == [told(), EndPrefixStream(stream_id=StreamId(1)), unlock()]
+    assert h.locked(*blocks) == [told(), EndPrefixLease(lease_id=LeaseId(1)), unlock()]
     assert h.machine.is_quiet
 
 
@@ -159,7 +159,7 @@ def test_who_may_not_read_is_told_why(
 ) -> None:
     assert h.open(open_=open_) == failed(reason, message)
     assert h.machine.is_quiet
-    # The stream was ended here: its end is not told, and would be nothing.
+    # The lease was ended here: its end is not told, and would be nothing.
     assert h.closed() == []
 
 
@@ -169,11 +169,11 @@ def test_locks_are_bounded_for_a_reader_and_in_all(h: Holder) -> None:
     assert h.open(1) == [lock(1)]
     assert h.open(2) == [lock(2)]
     assert h.open(3) == failed(
-        PrefixRefusal.TOO_MANY_LOCKS, "2 prefixes are locked here for r@1.", stream=3
+        PrefixRefusal.TOO_MANY_LOCKS, "2 prefixes are locked here for r@1.", lease=3
     )
     assert h.open(4, replace(OPEN, reader=other)) == [lock(4, other)]
     assert h.open(5, replace(OPEN, reader=third)) == failed(
-        PrefixRefusal.TOO_MANY_LOCKS, "3 prefixes are locked here.", stream=5
+        PrefixRefusal.TOO_MANY_LOCKS, "3 prefixes are locked here.", lease=5
     )
     h.closed(1)
     assert h.open(6) == [lock(6)]

@@ -84,11 +84,11 @@ class Driven:
         self.machine.validate()
         return outcome
 
-    def read(self, put: BeginPut, stream_id: int = 1) -> None:
+    def read(self, put: BeginPut, lease_id: int = 1) -> None:
         """The store reads what it was offered."""
-        self.machine.on_read_begun(stream_id, put.store.key, put.hashes)
+        self.machine.on_read_begun(lease_id, put.store.key, put.hashes)
         self.machine.validate()
-        self.machine.on_read_ended(stream_id, self.now)
+        self.machine.on_read_ended(lease_id, self.now)
         self.machine.validate()
 
     def settle(self, put: BeginPut) -> None:
@@ -260,7 +260,7 @@ def test_a_store_that_has_read_is_asked_again_until_it_wants_nothing() -> None:
     for wanted in (4, 2):
         assert d.answer(put, wanted) is PutOutcome.TAKEN
         assert d.after(10.0) == []
-        d.read(put, stream_id=wanted)
+        d.read(put, lease_id=wanted)
         (put,) = d.after(1.0)
     assert d.answer(put, 0) is PutOutcome.HELD
     assert d.after(100.0) == []
@@ -270,13 +270,13 @@ def test_a_store_is_not_asked_for_ever() -> None:
     d = Driven("s0")
     d.store(make_chain("abcdef"))
     num_asked = 0
-    for stream_id in range(50):
+    for lease_id in range(50):
         begun = d.after(1.0)
         if not begun:
             break
         num_asked += 1
         d.answer(begun[0], 1)
-        d.read(begun[0], stream_id)
+        d.read(begun[0], lease_id)
     assert num_asked == 1 + CONFIG.max_asks
 
 

@@ -9,13 +9,13 @@ from moonpool.core.protocol import Abort, FetchReserved, Reply
 from moonpool.handoff.config import FetchConfig, FetchMode, HandoffConfig
 from moonpool.handoff.effects import (
     CloseStream,
-    EndPrefixStream,
+    EndPrefixLease,
     FetchEffect,
     HoldEffect,
     OpenStream,
     RecordFetch,
     SendCommand,
-    SendOnPrefixStream,
+    SendOnPrefixLease,
     StartRead,
     StopReads,
 )
@@ -24,18 +24,18 @@ from moonpool.handoff.events import (
     CoreFrameReceived,
     HolderMessageReceived,
     PeerNamed,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
     ReadDone,
 )
 from moonpool.handoff.fetch_holder import PrefixHolds
 from moonpool.handoff.fetch_reader import FetchReads
-from moonpool.handoff.messages import PeerPrefix, PrefixOpened, StreamId, with_digests
+from moonpool.handoff.messages import LeaseId, PeerPrefix, PrefixOpened, with_digests
 from moonpool.ids import BlockHash, BlockId, Incarnation, WorkerId, WorkerKey
 from moonpool.tiering.protocol import LoadBlocks, StoreCommand, StoreFrame
 from support.store import BLOCK_SIZE, Store, attempt, chain, found, loaded
 
-_STREAM = StreamId(7)
+_LEASE = LeaseId(7)
 _NUM_LAYERS = 2
 
 
@@ -96,10 +96,10 @@ class _Pair:
                 case SendCommand(command=command):
                     self.taker.tell(command)
                 case OpenStream(open=open_):
-                    event = PrefixOpenReceived(stream_id=_STREAM, open=open_)
+                    event = PrefixOpenReceived(lease_id=_LEASE, open=open_)
                     self.perform_holding(self.giver.holds.handle(event, 0.0))
                 case CloseStream():
-                    event = PrefixStreamClosed(stream_id=_STREAM)
+                    event = PrefixLeaseClosed(lease_id=_LEASE)
                     self.perform_holding(self.giver.holds.handle(event, 0.0))
                 case StartRead():
                     self.open_reads.append(effect)
@@ -115,12 +115,12 @@ class _Pair:
                     replies = self.giver.tell(command)
                     event = CoreFrameReceived(step=0, replies=replies)
                     self.perform_holding(self.giver.holds.handle(event, 0.0))
-                case SendOnPrefixStream(message=message):
+                case SendOnPrefixLease(message=message):
                     assert isinstance(message, PrefixOpened)
                     leaves = b"leaf" * (_NUM_LAYERS * len(message.block_ids))
                     told = HolderMessageReceived(message=with_digests(message, leaves))
                     self.perform(self.taker.reads.handle(told, 0.0))
-                case EndPrefixStream():
+                case EndPrefixLease():
                     pass
 
     def read_on(self) -> None:

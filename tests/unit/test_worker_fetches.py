@@ -31,7 +31,7 @@ from moonpool.handoff.effects import (
     OpenStream,
     RecordFetch,
     SendCommand,
-    SendOnPrefixStream,
+    SendOnPrefixLease,
     SendOnStream,
     SendToRouter,
     StartRead,
@@ -52,6 +52,7 @@ from moonpool.handoff.events import (
 from moonpool.handoff.messages import (
     AbortRequest,
     DecodeRequest,
+    LeaseId,
     Open,
     Opened,
     PeerPrefix,
@@ -330,12 +331,12 @@ def test_a_holder_answers_beside_everything_else(m: Machines) -> None:
         hashes=HASHES,
         first=0,
     )
-    assert m(PrefixOpenReceived(stream_id=StreamId(1), open=open_)) == [
+    assert m(PrefixOpenReceived(lease_id=LeaseId(1), open=open_)) == [
         command(LockPrefix(read_id=1, hashes=HASHES, reader=open_.reader))
     ]
     m.decode()
     (told,) = m.core(Accepted(attempt_id=A), PrefixLocked(read_id=1, block_ids=(BlockId(3),)))
-    assert isinstance(told, SendOnPrefixStream)
+    assert isinstance(told, SendOnPrefixLease)
     assert m.handoffs.num_entries == 2
     fork = m.handoffs.fork()
     assert fork.key() == m.handoffs.key()

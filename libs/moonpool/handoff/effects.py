@@ -9,6 +9,7 @@ from moonpool.core.protocol import Command
 from moonpool.handoff.events import ReadId
 from moonpool.handoff.messages import (
     HolderMessage,
+    LeaseId,
     Open,
     PrefixOpen,
     RouterKey,
@@ -137,22 +138,22 @@ class RecordFetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendOnPrefixStream:
+class SendOnPrefixLease:
     """Hold. To the reader; the shell fills in the digests of PrefixOpened."""
 
-    stream_id: StreamId
+    lease_id: LeaseId
     message: HolderMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndPrefixStream:
-    """Hold. End the lease after what was sent; no PrefixStreamClosed is expected any more."""
+class EndPrefixLease:
+    """Hold. End the lease after what was sent; no PrefixLeaseClosed is expected any more."""
 
-    stream_id: StreamId
+    lease_id: LeaseId
 
 
 PrefillEffect = SendCommand | SendToRouter | SendOnStream | EndStream
 DecodeEffect = SendCommand | SendToRouter | OpenStream | CloseStream | StartRead
 FetchEffect = SendCommand | OpenStream | CloseStream | StartRead | StopReads | RecordFetch
-HoldEffect = SendCommand | SendOnPrefixStream | EndPrefixStream
+HoldEffect = SendCommand | SendOnPrefixLease | EndPrefixLease
 HandoffEffect = PrefillEffect | DecodeEffect | FetchEffect | HoldEffect

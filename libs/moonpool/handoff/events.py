@@ -8,6 +8,7 @@ from typing import NamedTuple
 from moonpool.core.protocol import Reply
 from moonpool.handoff.messages import (
     HolderMessage,
+    LeaseId,
     Open,
     PeerPrefix,
     PrefixOpen,
@@ -141,15 +142,15 @@ class HolderMessageReceived:
 class PrefixOpenReceived:
     """Hold. A reader opened a lease."""
 
-    stream_id: StreamId
+    lease_id: LeaseId
     open: PrefixOpen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStreamClosed:
+class PrefixLeaseClosed:
     """Hold. The reader gave its lease back, or is gone. Once per lease that was not ended here."""
 
-    stream_id: StreamId
+    lease_id: LeaseId
 
 
 PrefillEvent = (
@@ -173,7 +174,7 @@ DecodeEvent = (
 FetchEvent = (
     PeerNamed | AttemptAborted | CoreFrameReceived | HolderMessageReceived | StreamBroken | ReadDone
 )
-HoldEvent = CoreFrameReceived | PrefixOpenReceived | PrefixStreamClosed
+HoldEvent = CoreFrameReceived | PrefixOpenReceived | PrefixLeaseClosed
 #: What a shell may say. PeerNamed, AttemptAborted and PeerLacked are said among the machines of a worker; a
 #: store, whose attempts are no router's, says the first two itself.
 HandoffEvent = PrefillEvent | DecodeEvent | FetchEvent | HoldEvent

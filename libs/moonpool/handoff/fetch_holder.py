@@ -1,7 +1,7 @@
 """PrefixHolds: the holder's side of all reads of prefixes by peers, in the service process.
 
 A reader names a chain of block hashes; what of it lies here is locked for as long as its lease is open,
-and read one-sided. One stream carries all leases of a reader (worker/prefix_streams.py). Events in, effects
+and read one-sided. One stream carries all leases of a reader (worker/holder_leases.py). Events in, effects
 out; `now` is an argument; no IO.
 
 Rules
@@ -33,20 +33,20 @@ from dataclasses import dataclass, replace
 
 from moonpool.core.protocol import Command, LockPrefix, PrefixLocked, UnlockPrefix
 from moonpool.handoff.config import FetchConfig
-from moonpool.handoff.effects import EndPrefixStream, HoldEffect, SendCommand, SendOnPrefixStream
+from moonpool.handoff.effects import EndPrefixLease, HoldEffect, SendCommand, SendOnPrefixLease
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HoldEvent,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
 )
 from moonpool.handoff.messages import (
     HolderMessage,
+    LeaseId,
     PrefixFailed,
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
-    StreamId,
 )
 from moonpool.ids import AttemptId, WorkerKey
 
@@ -80,7 +80,7 @@ class PrefixHolds:
         self._namespace = namespace
         self._secret_fingerprint = secret_fingerprint
         self._config = config
-        self._holds: dict[StreamId, _Hold] = {}
+        self._holds: dict[LeaseId, _Hold] = {}
         self._num_by_reader: Counter[WorkerKey] = Counter()
         self._effects: list[HoldEffect] = []
 
@@ -91,9 +91,9 @@ class PrefixHolds:
         match event:
             case PrefixOpenReceived():
                 self._on_open(event, now)
-            case PrefixStreamClosed(stream_id=stream_id):
-                if stream_id in self._holds:
-                    self._unlock(stream_id)
+            case PrefixLeaseClosed(lease_id=lease_id):
+                if lease_id in self._holds:
+                    self._unlock(lease_id)
             case CoreFrameReceived(replies=replies):
                 for reply in replies:
                     if isinstance(reply, PrefixLocked):
@@ -102,7 +102,7 @@ class PrefixHolds:
 
     def tick(self, now: float) -> list[HoldEffect]:
         """Do what is due. Call at `next_wakeup()` or later; too early or too often does nothing."""
-        for stream_id, hold in list(self._holds.items()):
+        for lease_id, hold in list(self._holds.items()):
             if hold.end_at > now:
                 continue
             if hold.is_locked:
@@ -111,8 +111,8 @@ class PrefixHolds:
             else:
                 reason = PrefixRefusal.BUSY
                 words = f"The engine did not answer in {self._config.core_answer_s:g} s."
-            self._fail(stream_id, hold.attempt_id, reason, words)
-            self._unlock(stream_id)
+            self._fail(lease_id, hold.attempt_id, reason, words)
+            self._unlock(lease_id)
         return self._take_effects()
 
     def next_wakeup(self) -> float | None:
@@ -144,8 +144,8 @@ class PrefixHolds:
     def key(self) -> tuple[object, ...]:
         """Equal for machines that behave alike, their timers' exact times apart."""
         return tuple(
-            (stream_id, hold.reader, hold.first, hold.is_locked)
-            for stream_id, hold in sorted(self._holds.items())
+            (lease_id, hold.reader, hold.first, hold.is_locked)
+            for lease_id, hold in sorted(self._holds.items())
         )
 
     def validate(self) -> None:
@@ -159,20 +159,20 @@ class PrefixHolds:
     # -- the reader --
 
     def _on_open(self, event: PrefixOpenReceived, now: float) -> None:
-        stream_id, open_ = event.stream_id, event.open
-        assert stream_id not in self._holds, event
+        lease_id, open_ = event.lease_id, event.open
+        assert lease_id not in self._holds, event
         refusal = self._refuse(open_)
         if refusal is not None:
-            self._fail(stream_id, open_.attempt_id, *refusal)
+            self._fail(lease_id, open_.attempt_id, *refusal)
             return
-        self._holds[stream_id] = _Hold(
+        self._holds[lease_id] = _Hold(
             attempt_id=open_.attempt_id,
             reader=open_.reader,
             first=open_.first,
             end_at=now + self._config.core_answer_s,
         )
         self._num_by_reader[open_.reader] += 1
-        self._command(LockPrefix(read_id=stream_id, hashes=open_.hashes, reader=open_.reader))
+        self._command(LockPrefix(read_id=lease_id, hashes=open_.hashes, reader=open_.reader))
 
     def _refuse(self, open_: PrefixOpen) -> tuple[PrefixRefusal, str] | None:
         config = self._config
@@ -202,41 +202,41 @@ class PrefixHolds:
     # -- the core --
 
     def _on_locked(self, reply: PrefixLocked, now: float) -> None:
-        stream_id = StreamId(reply.read_id)
-        hold = self._holds.get(stream_id)
+        lease_id = LeaseId(reply.read_id)
+        hold = self._holds.get(lease_id)
         if hold is None:
             # The reader has gone, and the core has been told.
             return
         block_ids = reply.block_ids[hold.first :]
-        self._send(stream_id, PrefixOpened(attempt_id=hold.attempt_id, block_ids=block_ids))
+        self._send(lease_id, PrefixOpened(attempt_id=hold.attempt_id, block_ids=block_ids))
         if block_ids:
-            self._holds[stream_id] = replace(hold, is_locked=True, end_at=now + self._config.hold_s)
+            self._holds[lease_id] = replace(hold, is_locked=True, end_at=now + self._config.hold_s)
         else:
-            self._end_stream(stream_id)
-            self._unlock(stream_id)
+            self._end_stream(lease_id)
+            self._unlock(lease_id)
 
     # -- ends --
 
     def _fail(
-        self, stream_id: StreamId, attempt_id: AttemptId, reason: PrefixRefusal, words: str
+        self, lease_id: LeaseId, attempt_id: AttemptId, reason: PrefixRefusal, words: str
     ) -> None:
-        self._send(stream_id, PrefixFailed(attempt_id=attempt_id, reason=reason, message=words))
-        self._end_stream(stream_id)
+        self._send(lease_id, PrefixFailed(attempt_id=attempt_id, reason=reason, message=words))
+        self._end_stream(lease_id)
 
-    def _unlock(self, stream_id: StreamId) -> None:
-        hold = self._holds.pop(stream_id)
+    def _unlock(self, lease_id: LeaseId) -> None:
+        hold = self._holds.pop(lease_id)
         self._num_by_reader[hold.reader] -= 1
         if not self._num_by_reader[hold.reader]:
             del self._num_by_reader[hold.reader]
-        self._command(UnlockPrefix(read_id=stream_id))
+        self._command(UnlockPrefix(read_id=lease_id))
 
     # -- plumbing --
 
-    def _send(self, stream_id: StreamId, message: HolderMessage) -> None:
-        self._effects.append(SendOnPrefixStream(stream_id=stream_id, message=message))
+    def _send(self, lease_id: LeaseId, message: HolderMessage) -> None:
+        self._effects.append(SendOnPrefixLease(lease_id=lease_id, message=message))
 
-    def _end_stream(self, stream_id: StreamId) -> None:
-        self._effects.append(EndPrefixStream(stream_id=stream_id))
+    def _end_stream(self, lease_id: LeaseId) -> None:
+        self._effects.append(EndPrefixLease(lease_id=lease_id))
 
     def _command(self, command: Command) -> None:
         self._effects.append(SendCommand(command=command))

@@ -42,8 +42,11 @@ from moonpool.inference.request import InferenceRequest
 #: All state that a router made on a worker dies with it.
 RouterKey = NewType("RouterKey", str)
 
-#: One incoming stream of a reader, among those of its kind; minted by the worker's shell.
+#: One incoming handoff stream of a reader; minted by the worker's shell.
 StreamId = NewType("StreamId", int)
+
+#: One lease of a reader on a prefix, among those of all readers; minted by the worker's shell.
+LeaseId = NewType("LeaseId", int)
 
 
 # -- router -> worker --

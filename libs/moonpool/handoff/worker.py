@@ -34,8 +34,8 @@ from moonpool.handoff.events import (
     OpenReceived,
     PeerLacked,
     PeerNamed,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
     ReadDone,
     RouterLost,
     RouterMessageReceived,
@@ -116,7 +116,7 @@ class WorkerHandoffs:
                 return self._reported(self.fetches.handle(event, now), now)
             case PeerLacked():
                 return [*self.prefill.handle(event, now), *self.decode.handle(event, now)]
-            case PrefixOpenReceived() | PrefixStreamClosed():
+            case PrefixOpenReceived() | PrefixLeaseClosed():
                 return list(self.holds.handle(event, now))
 
     def _on_request(

@@ -2,7 +2,7 @@
 
 What it is: the events of the worker's own cache, the announcements of stores, the answers to puts and the
 stores' reading go in; puts to begin come out. A store that wants something of an offered chain says so, and
-reads it from the worker, under a lock that its stream holds (handoff/fetch_holder.py): nothing here keeps a
+reads it from the worker, under a lock that its lease holds (handoff/fetch_holder.py): nothing here keeps a
 block from being evicted, and what is gone by then is a miss.
 
 Rules
@@ -30,7 +30,7 @@ Life of a tip
     PUT        nothing is wanted, or it is refused                     -> (forgotten)
     PUT        something is wanted                                     -> READ
     PUT        failed the first time, or the store is busy             -> FRESH, due after a pause
-    READ       the store's stream has ended, or does not come          -> FRESH, due after a pause
+    READ       the store's lease has ended, or does not come           -> FRESH, due after a pause
     -          a store has come or gone                                -> STALE
     STALE      nothing else is due or under way        BeginPut        -> PUT
 
@@ -146,8 +146,8 @@ class _Put:
     hashes: tuple[BlockHash, ...]
     num_failures: int
     num_asks: int
-    #: The store's stream, once it is there.
-    stream_id: int | None = None
+    #: The store's lease, once it is there.
+    lease_id: int | None = None
     #: It has come and gone.
     has_read: bool = False
     #: When its reading ends at the latest; None: not answered yet.
@@ -263,22 +263,22 @@ class Offloader:
             self._wait_again(put, now + self._config.retry_s, now)
         return PutOutcome.FAILED
 
-    def on_read_begun(self, stream_id: int, reader: WorkerKey, hashes: Sequence[BlockHash]) -> None:
+    def on_read_begun(self, lease_id: int, reader: WorkerKey, hashes: Sequence[BlockHash]) -> None:
         """Somebody reads a chain here, perhaps a store what it was offered; it may precede its answer."""
         for put in self._puts.values():
             if (
                 put.store == reader
-                and put.stream_id is None
+                and put.lease_id is None
                 and 0 < len(hashes) <= len(put.hashes)
                 and put.hashes[len(hashes) - 1] == hashes[-1]
             ):
-                put.stream_id = stream_id
+                put.lease_id = lease_id
                 return
 
-    def on_read_ended(self, stream_id: int, now: float) -> None:
-        """That stream has ended, whoever ended it. May come twice."""
+    def on_read_ended(self, lease_id: int, now: float) -> None:
+        """That lease has ended, whoever ended it. May come twice."""
         for put_id, put in self._puts.items():
-            if put.stream_id == stream_id:
+            if put.lease_id == lease_id:
                 if put.read_until is not None:
                     self._on_read(put_id, now)
                 else:

@@ -33,8 +33,8 @@ HASH_BYTES = 32
 _REASONS = {reason.value: reason for reason in PrefixRefusal}
 
 
-#: A lease among those of one stream.
-LeaseId = NewType("LeaseId", int)
+#: A lease among those of one stream, as the reader numbers them.
+LeaseNumber = NewType("LeaseNumber", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LeaseEnded:
 
 
 def reader_message_to_pb(
-    lease: LeaseId, message: PrefixOpen | LeaseClosed, *, traceparent: str = ""
+    lease: LeaseNumber, message: PrefixOpen | LeaseClosed, *, traceparent: str = ""
 ) -> pb.FromReader:
     if isinstance(message, LeaseClosed):
         return pb.FromReader(lease=lease, close=pb.PrefixClose())
@@ -67,9 +67,9 @@ def reader_message_to_pb(
     )
 
 
-def reader_message_from_pb(message: pb.FromReader) -> tuple[LeaseId, PrefixOpen | LeaseClosed]:
+def reader_message_from_pb(message: pb.FromReader) -> tuple[LeaseNumber, PrefixOpen | LeaseClosed]:
     """Raises InvalidMessageError."""
-    lease = LeaseId(message.lease)
+    lease = LeaseNumber(message.lease)
     match message.WhichOneof("kind"):
         case "open":
             return lease, _prefix_open(message.open)
@@ -97,7 +97,7 @@ def _prefix_open(opened: pb.PrefixOpen) -> PrefixOpen:
     )
 
 
-def holder_message_to_pb(lease: LeaseId, message: HolderMessage | LeaseEnded) -> pb.FromHolder:
+def holder_message_to_pb(lease: LeaseNumber, message: HolderMessage | LeaseEnded) -> pb.FromHolder:
     match message:
         case PrefixOpened():
             opened = pb.PrefixOpened(block_ids=message.block_ids, leaves=message.digests)

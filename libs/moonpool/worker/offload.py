@@ -1,7 +1,7 @@
 """KvOffload: offers this worker's blocks to the stores of the cluster. The IO of tiering/offloader.py.
 
     core's events --------> Offloader <--- announcements --- bus
-    readers' streams -----> |       |
+    readers' leases ------> |       |
                             v       |
                       Store.Put ----+  answers, failures         a few at a time, each with a deadline
 
@@ -21,11 +21,11 @@ from moonpool.clock import Clock
 from moonpool.errors import MoonpoolError
 from moonpool.handoff.events import (
     HandoffEvent,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
     RouterMessageReceived,
 )
-from moonpool.handoff.messages import DecodeRequest, PrefillRequest, SourceRef, StreamId
+from moonpool.handoff.messages import DecodeRequest, LeaseId, PrefillRequest, SourceRef
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import NamespaceSeed, hash_blocks
 from moonpool.kv.events import CacheEvent
@@ -110,18 +110,18 @@ class KvOffload:
     def saw(self, event: HandoffEvent) -> None:
         """Something came from a router or a reader, before the machines of the handoff take it."""
         match event:
-            case PrefixOpenReceived(stream_id=stream_id, open=open_):
-                self._machine.on_read_begun(stream_id, open_.reader, open_.hashes)
-            case PrefixStreamClosed(stream_id=stream_id):
-                self.read_ended(stream_id)
+            case PrefixOpenReceived(lease_id=lease_id, open=open_):
+                self._machine.on_read_begun(lease_id, open_.reader, open_.hashes)
+            case PrefixLeaseClosed(lease_id=lease_id):
+                self.read_ended(lease_id)
             case RouterMessageReceived(message=PrefillRequest() | DecodeRequest() as message):
                 self._note_tenant(message.request)
             case _:
                 pass
 
-    def read_ended(self, stream_id: StreamId) -> None:
-        """A reader's stream is over. May come twice."""
-        self._machine.on_read_ended(stream_id, self._clock.now())
+    def read_ended(self, lease_id: LeaseId) -> None:
+        """A reader's lease is over. May come twice."""
+        self._machine.on_read_ended(lease_id, self._clock.now())
         self._wakeup.set()
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ from moonpool.transport.select import TransportSelector
 from moonpool.wire.worker import WorkerHello, worker_hello_from_pb
 from moonpool.worker.compatibility import IncompatiblePeerError, check_namespace, check_secret
 from moonpool.worker.peers import CONNECT_S, Peer
-from moonpool.worker.prefix_line import PrefixLine
+from moonpool.worker.reader_leases import ReaderLeases
 
 log = structlog.get_logger("moonpool.worker")
 
@@ -85,7 +85,7 @@ class PeerConnector:
             key=source.key,
             channel=channel,
             stub=stub,
-            prefixes=PrefixLine(
+            prefixes=ReaderLeases(
                 partial(stub.ReadPrefixes, metadata=self._metadata), peer=str(source.key)
             ),
             kv=connection.peer,

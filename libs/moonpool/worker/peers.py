@@ -26,7 +26,7 @@ from moonpool.handoff.messages import SourceRef
 from moonpool.ids import WorkerKey
 from moonpool.kv.layout import CopyPlan
 from moonpool.transport.base import KvPeer
-from moonpool.worker.prefix_line import PrefixLine
+from moonpool.worker.reader_leases import ReaderLeases
 
 log = structlog.get_logger("moonpool.worker")
 
@@ -45,7 +45,7 @@ class Peer:
     #: Any: generated code has no types.
     stub: Any
     #: What this worker reads of the prefixes that it holds.
-    prefixes: PrefixLine
+    prefixes: ReaderLeases
     kv: KvPeer
     #: From its layout to ours.
     plan: CopyPlan

@@ -27,7 +27,7 @@ from moonpool.wire.handoff import open_from_pb, source_message_to_pb
 from moonpool.wire.kv_events import snapshot_to_pb
 from moonpool.wire.prefix_read import (
     LeaseClosed,
-    LeaseId,
+    LeaseNumber,
     holder_message_to_pb,
     reader_message_from_pb,
 )
@@ -125,7 +125,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):  # generated, untyped
     ) -> AsyncIterator[Any]:
         shell = self._opened()
         async with contextlib.aclosing(
-            shell.prefix_streams.serve(
+            shell.holder_leases.serve(
                 requests=_reader_messages(request_iterator),
                 tasks=shell.tasks,
                 handle=shell.handle,
@@ -190,7 +190,7 @@ async def _first(requests: AsyncIterator[Any], what: str) -> Any:  # Any: genera
 
 async def _reader_messages(
     requests: AsyncIterator[Any],
-) -> AsyncIterator[tuple[LeaseId, PrefixOpen | LeaseClosed]]:
+) -> AsyncIterator[tuple[LeaseNumber, PrefixOpen | LeaseClosed]]:
     async for item in requests:
         yield reader_message_from_pb(item)
 

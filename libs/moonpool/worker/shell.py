@@ -3,7 +3,7 @@
                      routers (Session)          readers (Handoff, ReadPrefixes)
                           |  ^                      |  ^
     RouterSessions -------+  |     HandoffStreams --+  |         Everything here runs on one loop and
-          |                  |     PrefixStreams       |         meets in the handoff machines: events
+          |                  |     HolderLeases        |         meets in the handoff machines: events
           v   events         |          v              |         in, effects out (HandoffDriver).
     +-------------------------------------------------------+
     | HandoffDriver: WorkerHandoffs (roles, fetches, holds) |
@@ -42,13 +42,13 @@ from moonpool.core.protocol import (
 from moonpool.failpoints import Failpoints
 from moonpool.handoff.effects import (
     CloseStream,
-    EndPrefixStream,
+    EndPrefixLease,
     EndStream,
     HandoffEffect,
     OpenStream,
     RecordFetch,
     SendCommand,
-    SendOnPrefixStream,
+    SendOnPrefixLease,
     SendOnStream,
     SendToRouter,
     StartRead,
@@ -64,10 +64,10 @@ from moonpool.handoff.events import (
 from moonpool.handoff.messages import (
     DecodeRequest,
     HolderMessage,
+    LeaseId,
     Open,
     PrefixOpened,
     SourceRef,
-    StreamId,
 )
 from moonpool.handoff.room_check import RoomCheck
 from moonpool.handoff.worker import WorkerHandoffs
@@ -81,13 +81,13 @@ from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.books import WorkerBooks
 from moonpool.worker.handoff_driver import HandoffDriver
 from moonpool.worker.handoff_streams import HandoffStreams
+from moonpool.worker.holder_leases import HolderLeases
 from moonpool.worker.kv_publisher import KvPublisher
 from moonpool.worker.kv_reads import KvReads
 from moonpool.worker.layer_bell import LayerBell
 from moonpool.worker.load import Load
 from moonpool.worker.offload import KvOffload
 from moonpool.worker.peers import PeerDirectory
-from moonpool.worker.prefix_streams import PrefixStreams
 from moonpool.worker.router_sessions import RouterSessions
 from moonpool.worker.source_streams import SourceStreams
 from moonpool.worker.step_fits import StepFits
@@ -178,7 +178,7 @@ class WorkerShell:
             first_layer=first_layer,
             page_step=self._bell.begun_step,
         )
-        self.prefix_streams = PrefixStreams(leaf_digests=memory.leaf_digests)
+        self.holder_leases = HolderLeases(leaf_digests=memory.leaf_digests)
         self._block_bytes = memory.layout.block_bytes
         self._sources = SourceStreams(
             peers=peers, book=self._book, rpc_key=rpc_key, handle=self._driver.handle
@@ -241,7 +241,7 @@ class WorkerShell:
             worker=self.hello.worker,
             ledger=self._ledger,
             num_handoffs=self._handoffs.num_entries,
-            num_open_streams=len(self.streams) + len(self.prefix_streams) + len(self._sources),
+            num_open_streams=len(self.streams) + len(self.holder_leases) + len(self._sources),
             num_reads=self._reads.num_open,
             num_router_sessions=len(self.sessions),
         )
@@ -338,7 +338,7 @@ class WorkerShell:
             self.offload.saw(event)
         self._driver.handle(event)
 
-    def _tell_reader(self, stream_id: StreamId, message: HolderMessage) -> None:
+    def _tell_reader(self, lease_id: LeaseId, message: HolderMessage) -> None:
         """On its lease."""
         hit = (
             self._failpoints.hit("hold.before_opened")
@@ -348,10 +348,10 @@ class WorkerShell:
         fault, _, argument = (hit or "").partition(":")
         if fault == "delay":
             asyncio.get_running_loop().call_later(
-                int(argument) / 1_000, self.prefix_streams.send, stream_id, message
+                int(argument) / 1_000, self.holder_leases.send, lease_id, message
             )
         else:
-            self.prefix_streams.send(stream_id, message)
+            self.holder_leases.send(lease_id, message)
 
     def _perform(self, effect: HandoffEffect) -> None:
         match effect:
@@ -375,12 +375,12 @@ class WorkerShell:
                 self._reads.start(effect, self.tasks)
             case StopReads(attempt_id=attempt_id):
                 self._reads.stop(attempt_id)
-            case SendOnPrefixStream(stream_id=stream_id, message=holder_message):
-                self._tell_reader(stream_id, holder_message)
-            case EndPrefixStream(stream_id=stream_id):
-                self.prefix_streams.end(stream_id)
+            case SendOnPrefixLease(lease_id=lease_id, message=holder_message):
+                self._tell_reader(lease_id, holder_message)
+            case EndPrefixLease(lease_id=lease_id):
+                self.holder_leases.end(lease_id)
                 if self.offload is not None:
-                    self.offload.read_ended(stream_id)
+                    self.offload.read_ended(lease_id)
             case RecordFetch():
                 self._record_fetch(effect)
 

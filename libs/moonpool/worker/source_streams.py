@@ -1,5 +1,5 @@
 """SourceStreams: the reader's end of streams to peers: calls of their own for handoffs, leases on one call to each
-peer for prefixes (prefix_line.py).
+peer for prefixes (reader_leases.py).
 
 A stream is open while KV is read; then it is ended. Closing cancels the call, or gives the lease back, which
 the peer sees at once. A stream that ends in any other way is told as StreamBroken; the reader's machine

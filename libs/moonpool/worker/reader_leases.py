@@ -1,7 +1,7 @@
-"""PrefixLine: the reader's end of prefixes at one holder: one stream, and a lease on it for each attempt.
+"""ReaderLeases: the reader's end of leases on prefixes at one holder: one stream, and a lease on it for each attempt.
 
 The stream is opened by the first lease and stays: a lease is then two small messages each way, where a stream of
-its own would cost both processes some milliseconds of work. The holder's end: prefix_streams.py.
+its own would cost both processes some milliseconds of work. The holder's end: holder_leases.py.
 
 Life of a lease
 
@@ -26,7 +26,7 @@ from moonpool.rpc.errors import error_from
 from moonpool.wire.prefix_read import (
     LeaseClosed,
     LeaseEnded,
-    LeaseId,
+    LeaseNumber,
     holder_message_from_pb,
     reader_message_to_pb,
 )
@@ -35,7 +35,7 @@ from moonpool.wire.prefix_read import (
 BeginStream = Callable[[AsyncIterator[Any]], grpc.aio.StreamStreamCall]
 
 
-class PrefixLine:
+class ReaderLeases:
     """See the file's head. On one loop; belongs to the connection to one incarnation.
 
     Args:
@@ -51,7 +51,7 @@ class PrefixLine:
         self._outbox: deque[Any | None] = deque()
         self._has_words = asyncio.Event()
         #: By lease: what the holder said of it, or why it never will.
-        self._inboxes: dict[LeaseId, asyncio.Queue[Any]] = {}
+        self._inboxes: dict[LeaseNumber, asyncio.Queue[Any]] = {}
 
     async def read(
         self, first: PrefixOpen, *, traceparent: str, tasks: asyncio.TaskGroup
@@ -64,14 +64,14 @@ class PrefixLine:
         Raises:
             MoonpoolError: The stream broke, or the holder's words cannot be read.
         """
-        lease = LeaseId(next(self._numbers))
-        inbox = self._inboxes[lease] = asyncio.Queue[Any]()
+        number = LeaseNumber(next(self._numbers))
+        inbox = self._inboxes[number] = asyncio.Queue[Any]()
         if self._call is None:
             self._outbox = deque()
             self._has_words = asyncio.Event()
             self._call = self._begin(_words(self._outbox, self._has_words))
             tasks.create_task(self._listen(self._call))
-        self._say(reader_message_to_pb(lease, first, traceparent=traceparent))
+        self._say(reader_message_to_pb(number, first, traceparent=traceparent))
         try:
             while True:
                 item = await inbox.get()
@@ -79,12 +79,12 @@ class PrefixLine:
                     raise TransferError(item.message, code=item.code)
                 message = holder_message_from_pb(item, first.attempt_id)
                 if isinstance(message, LeaseEnded):
-                    del self._inboxes[lease]
+                    del self._inboxes[number]
                     return
                 yield message
         finally:
-            if self._inboxes.pop(lease, None) is not None:
-                self._say(reader_message_to_pb(lease, LeaseClosed()))
+            if self._inboxes.pop(number, None) is not None:
+                self._say(reader_message_to_pb(number, LeaseClosed()))
 
     def close(self) -> None:
         """Break the stream, and with it all leases."""
@@ -101,7 +101,7 @@ class PrefixLine:
         error: MoonpoolError = TransferError(f"{self._peer} ended the stream.", code="kv_peer_lost")
         try:
             async for item in call:
-                inbox = self._inboxes.get(LeaseId(item.lease))
+                inbox = self._inboxes.get(LeaseNumber(item.lease))
                 if inbox is not None:
                     inbox.put_nowait(item)
         except grpc.aio.AioRpcError as failure:

@@ -17,7 +17,7 @@ from moonpool.handoff.messages import HolderMessage, PrefixOpen, PrefixOpened
 from moonpool.ids import AttemptId, BlockHash, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.rpc.channel import make_channel
 from moonpool.rpc.server import RpcServer
-from moonpool.worker.prefix_line import PrefixLine
+from moonpool.worker.reader_leases import ReaderLeases
 from support.eventually import eventually
 
 KEY = WorkerKey(WorkerId("h"), Incarnation("1"))
@@ -73,15 +73,15 @@ class Holder(worker_pb2_grpc.WorkerServicer):
 
 
 class World:
-    """A reader's line to a holder."""
+    """A reader's leases at a holder."""
 
-    def __init__(self, holder: Holder, line: PrefixLine, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, holder: Holder, leases: ReaderLeases, tasks: asyncio.TaskGroup) -> None:
         self.holder = holder
-        self.line = line
+        self.leases = leases
         self._tasks = tasks
 
     def read(self, name: str) -> AsyncGenerator[HolderMessage, None]:
-        return self.line.read(open_of(name), traceparent="", tasks=self._tasks)
+        return self.leases.read(open_of(name), traceparent="", tasks=self._tasks)
 
 
 @asynccontextmanager
@@ -91,11 +91,11 @@ async def connected() -> AsyncIterator[World]:
     await server.start()
     channel = make_channel(server.address)
     stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]  # generated
-    line = PrefixLine(stub.ReadPrefixes, peer="h")
+    leases = ReaderLeases(stub.ReadPrefixes, peer="h")
     try:
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-            yield World(holder, line, tasks)
-            line.close()
+            yield World(holder, leases, tasks)
+            leases.close()
     finally:
         await channel.close()
         await server.stop(grace_s=0)
@@ -158,11 +158,11 @@ async def test_a_stream_that_breaks_breaks_its_leases_and_the_next_one_begins_an
         assert world.holder.num_streams == 2
 
 
-async def test_a_line_that_is_closed_breaks_its_leases() -> None:
+async def test_a_reader_that_closes_breaks_its_leases() -> None:
     async with connected() as world, aclosing(world.read("a")) as a:
         first = asyncio.ensure_future(anext(a))
         await world.holder.until_heard((1, "open"))
-        world.line.close()
+        world.leases.close()
         with pytest.raises(MoonpoolError, match="dropped"):
             await first
 

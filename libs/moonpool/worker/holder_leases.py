@@ -1,10 +1,11 @@
-"""PrefixStreams: the holder's end of prefixes that peers read: one stream of each reader, many leases on it.
+"""HolderLeases: the holder's end of leases on prefixes: one stream of each reader, many leases on it. The reader's
+end: reader_leases.py.
 
     reader    Open(1)  Open(2)              Close(1)  Open(3) ...
     holder             Opened(1)  Failed(2) Ended(2)          ...
 
 Rules
-  1. A lease begins with the reader's Open, which goes to the machine under a StreamId of its own. It ends by
+  1. A lease begins with the reader's Open, which goes to the machine under a LeaseId of its own. It ends by
      whoever is first: the reader (Close, or the end of the whole stream), which the machine is told, or the
      machine, which the reader is told.
   2. What the machine sends waits here until gRPC takes it; digests are filled in as it leaves. What names blocks
@@ -26,19 +27,19 @@ import numpy.typing as npt
 import structlog
 
 from moonpool.errors import MoonpoolError
-from moonpool.handoff.events import HandoffEvent, PrefixOpenReceived, PrefixStreamClosed
+from moonpool.handoff.events import HandoffEvent, PrefixLeaseClosed, PrefixOpenReceived
 from moonpool.handoff.messages import (
     HolderMessage,
+    LeaseId,
     PrefixOpen,
     PrefixOpened,
-    StreamId,
     with_digests,
 )
 from moonpool.wire.fields import invalid
-from moonpool.wire.prefix_read import LeaseClosed, LeaseEnded, LeaseId
+from moonpool.wire.prefix_read import LeaseClosed, LeaseEnded, LeaseNumber
 
 #: Of one lease.
-ReaderRequest = tuple[LeaseId, PrefixOpen | LeaseClosed]
+ReaderRequest = tuple[LeaseNumber, PrefixOpen | LeaseClosed]
 
 log = structlog.get_logger("moonpool.worker")
 
@@ -46,14 +47,14 @@ log = structlog.get_logger("moonpool.worker")
 _MAX_WAITING = 256
 
 
-class _Line:
+class _ReaderStream:
     """One reader's stream."""
 
     def __init__(self) -> None:
         #: Of its open leases.
-        self.stream_ids: dict[LeaseId, StreamId] = {}
+        self.lease_ids: dict[LeaseNumber, LeaseId] = {}
         #: In order; those of a lease that has ended name no blocks.
-        self.messages: deque[tuple[LeaseId, HolderMessage | LeaseEnded]] = deque()
+        self.messages: deque[tuple[LeaseNumber, HolderMessage | LeaseEnded]] = deque()
         #: There is something to say, or the reader has gone.
         self.wakeup = asyncio.Event()
         #: Few enough messages wait.
@@ -69,14 +70,14 @@ class _Line:
         self.has_reader_gone = True
         self.wakeup.set()
 
-    def say(self, lease: LeaseId, message: HolderMessage | LeaseEnded) -> None:
-        self.messages.append((lease, message))
+    def say(self, number: LeaseNumber, message: HolderMessage | LeaseEnded) -> None:
+        self.messages.append((number, message))
         if len(self.messages) >= _MAX_WAITING:
             self.has_room.clear()
         self.wakeup.set()
 
 
-class PrefixStreams:
+class HolderLeases:
     """All leases of all readers. On one loop.
 
     Args:
@@ -85,26 +86,26 @@ class PrefixStreams:
 
     def __init__(self, *, leaf_digests: npt.NDArray[np.uint64]) -> None:
         self._leaf_digests = leaf_digests
-        self._leases: dict[StreamId, tuple[_Line, LeaseId]] = {}
+        self._leases: dict[LeaseId, tuple[_ReaderStream, LeaseNumber]] = {}
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
         """Leases that are open."""
         return len(self._leases)
 
-    def send(self, stream_id: StreamId, message: HolderMessage) -> None:
+    def send(self, lease_id: LeaseId, message: HolderMessage) -> None:
         """Queue a message for a reader; dropped if its lease has ended."""
-        line, lease = self._leases.get(stream_id, (None, None))
-        if line is not None and lease is not None:
-            line.say(lease, message)
+        stream, number = self._leases.get(lease_id, (None, None))
+        if stream is not None and number is not None:
+            stream.say(number, message)
 
-    def end(self, stream_id: StreamId) -> None:
+    def end(self, lease_id: LeaseId) -> None:
         """End a lease after its last words; blocks that were not told are not told any more."""
-        line, lease = self._leases.pop(stream_id, (None, None))
-        if line is not None and lease is not None:
-            del line.stream_ids[lease]
-            _drop_blocks(line, lease)
-            line.say(lease, LeaseEnded())
+        stream, number = self._leases.pop(lease_id, (None, None))
+        if stream is not None and number is not None:
+            del stream.lease_ids[number]
+            _drop_blocks(stream, number)
+            stream.say(number, LeaseEnded())
 
     async def serve(
         self,
@@ -112,66 +113,68 @@ class PrefixStreams:
         requests: AsyncIterator[ReaderRequest],
         tasks: asyncio.TaskGroup,
         handle: Callable[[HandoffEvent], None],
-    ) -> AsyncGenerator[tuple[LeaseId, HolderMessage | LeaseEnded], None]:
+    ) -> AsyncGenerator[tuple[LeaseNumber, HolderMessage | LeaseEnded], None]:
         """Run one reader's stream: yield what it is told, digests filled in, until it ends the stream.
 
         Args:
             requests: What the reader says.
             tasks: Holds the task that listens to it.
-            handle: Takes PrefixOpenReceived and PrefixStreamClosed of its leases.
+            handle: Takes PrefixOpenReceived and PrefixLeaseClosed of its leases.
 
         Raises:
             InvalidMessageError: The reader sent what no reader means; all its leases have ended.
         """
-        line = _Line()
-        listener = tasks.create_task(self._listen(line, requests, handle))
+        stream = _ReaderStream()
+        listener = tasks.create_task(self._listen(stream, requests, handle))
         try:
             while True:
-                line.wakeup.clear()
-                while line.messages and not line.has_reader_gone:
-                    lease, message = line.messages.popleft()
-                    line.has_room.set()
-                    yield lease, self._filled(message)
-                if line.failure is not None:
-                    raise line.failure
-                if line.has_reader_gone:
+                stream.wakeup.clear()
+                while stream.messages and not stream.has_reader_gone:
+                    number, message = stream.messages.popleft()
+                    stream.has_room.set()
+                    yield number, self._filled(message)
+                if stream.failure is not None:
+                    raise stream.failure
+                if stream.has_reader_gone:
                     return
-                await line.wakeup.wait()
+                await stream.wakeup.wait()
         finally:
             listener.cancel()
-            while line.stream_ids:
-                self._close(line, next(iter(line.stream_ids)), handle)
+            while stream.lease_ids:
+                self._close(stream, next(iter(stream.lease_ids)), handle)
 
     async def _listen(
         self,
-        line: _Line,
+        stream: _ReaderStream,
         requests: AsyncIterator[ReaderRequest],
         handle: Callable[[HandoffEvent], None],
     ) -> None:
         try:
-            while (request := await _next(line, requests)) is not None:
-                lease, message = request
+            while (request := await _next(stream, requests)) is not None:
+                number, message = request
                 if isinstance(message, LeaseClosed):
-                    self._close(line, lease, handle)
-                elif lease in line.stream_ids:
-                    line.leave(invalid("lease", f"{lease} is open already"))
+                    self._close(stream, number, handle)
+                elif number in stream.lease_ids:
+                    stream.leave(invalid("lease", f"{number} is open already"))
                     return
                 else:
-                    stream_id = StreamId(next(self._ids))
-                    line.stream_ids[lease] = stream_id
-                    self._leases[stream_id] = (line, lease)
-                    handle(PrefixOpenReceived(stream_id=stream_id, open=message))
-                await line.has_room.wait()
+                    lease_id = LeaseId(next(self._ids))
+                    stream.lease_ids[number] = lease_id
+                    self._leases[lease_id] = (stream, number)
+                    handle(PrefixOpenReceived(lease_id=lease_id, open=message))
+                await stream.has_room.wait()
         finally:
-            line.leave()
+            stream.leave()
 
-    def _close(self, line: _Line, lease: LeaseId, handle: Callable[[HandoffEvent], None]) -> None:
+    def _close(
+        self, stream: _ReaderStream, number: LeaseNumber, handle: Callable[[HandoffEvent], None]
+    ) -> None:
         """The reader needs it no more. It may have ended already: both may end it at once."""
-        stream_id = line.stream_ids.pop(lease, None)
-        if stream_id is not None:
-            del self._leases[stream_id]
-            _drop_blocks(line, lease)
-            handle(PrefixStreamClosed(stream_id=stream_id))
+        lease_id = stream.lease_ids.pop(number, None)
+        if lease_id is not None:
+            del self._leases[lease_id]
+            _drop_blocks(stream, number)
+            handle(PrefixLeaseClosed(lease_id=lease_id))
 
     def _filled(self, message: HolderMessage | LeaseEnded) -> HolderMessage | LeaseEnded:
         if isinstance(message, PrefixOpened):
@@ -180,21 +183,23 @@ class PrefixStreams:
         return message
 
 
-async def _next(line: _Line, requests: AsyncIterator[ReaderRequest]) -> ReaderRequest | None:
+async def _next(
+    stream: _ReaderStream, requests: AsyncIterator[ReaderRequest]
+) -> ReaderRequest | None:
     """What the reader says next; None if it has gone, or sent what cannot be read."""
     try:
         return await anext(requests, None)
     except MoonpoolError as error:
-        line.leave(error)
+        stream.leave(error)
     except Exception as error:  # noqa: BLE001 - however it ends: the reader has gone
         log.debug("worker.reader_gone", why=repr(error))
     return None
 
 
-def _drop_blocks(line: _Line, lease: LeaseId) -> None:
+def _drop_blocks(stream: _ReaderStream, number: LeaseNumber) -> None:
     """What names blocks of this lease must not leave any more."""
-    line.messages = deque(
+    stream.messages = deque(
         (other, message)
-        for other, message in line.messages
-        if other != lease or not (isinstance(message, PrefixOpened) and message.block_ids)
+        for other, message in stream.messages
+        if other != number or not (isinstance(message, PrefixOpened) and message.block_ids)
     )

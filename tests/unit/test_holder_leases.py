@@ -1,4 +1,4 @@
-"""Prefix streams of the holder's side, and reads that are stopped before they have begun."""
+"""The holder's end of leases on prefixes, and reads that are stopped before they have begun."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moonpool.failpoints import Failpoints
 from moonpool.handoff.effects import StartRead
 from moonpool.handoff.events import (
     HandoffEvent,
+    PrefixLeaseClosed,
     PrefixOpenReceived,
-    PrefixStreamClosed,
     ReadDone,
     ReadId,
 )
 from moonpool.handoff.messages import (
     HolderMessage,
+    LeaseId,
     PrefixFailed,
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
     SourceRef,
-    StreamId,
     with_digests,
 )
 from moonpool.ids import (
@@ -40,12 +40,12 @@ from moonpool.ids import (
 )
 from moonpool.telemetry.metrics import Metrics
 from moonpool.wire.fields import InvalidMessageError
-from moonpool.wire.prefix_read import LeaseClosed, LeaseEnded, LeaseId
+from moonpool.wire.prefix_read import LeaseClosed, LeaseEnded, LeaseNumber
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.books import WorkerBooks
+from moonpool.worker.holder_leases import HolderLeases, ReaderRequest
 from moonpool.worker.kv_reads import KvReads
 from moonpool.worker.peers import Peer, PeerDirectory
-from moonpool.worker.prefix_streams import PrefixStreams, ReaderRequest
 
 A = AttemptId(RequestId("a"), 1)
 KEY = WorkerKey(WorkerId("h"), Incarnation("1"))
@@ -66,7 +66,7 @@ def opened(*blocks: int) -> PrefixOpened:
 
 
 LEAVES_OF_2_AND_0 = np.array([[4, 5], [0, 1]], "<u8").tobytes()
-ONE, TWO = LeaseId(1), LeaseId(2)
+ONE, TWO = LeaseNumber(1), LeaseNumber(2)
 
 
 class World:
@@ -75,9 +75,9 @@ class World:
     def __init__(self) -> None:
         #: uint64[3 blocks, 2 layers]
         leaves = np.arange(6, dtype=np.uint64).reshape(3, 2)
-        self.streams = PrefixStreams(leaf_digests=leaves)
+        self.leases = HolderLeases(leaf_digests=leaves)
         self.events: list[HandoffEvent] = []
-        self.told: list[tuple[LeaseId, HolderMessage | LeaseEnded]] = []
+        self.told: list[tuple[LeaseNumber, HolderMessage | LeaseEnded]] = []
         self.says: asyncio.Queue[ReaderRequest | MoonpoolError | None] = asyncio.Queue()
         #: Whether gRPC takes what the reader is told.
         self.takes = asyncio.Event()
@@ -89,17 +89,17 @@ class World:
     def handle(self, event: HandoffEvent) -> None:
         self.events.append(event)
         if self.is_refusing and isinstance(event, PrefixOpenReceived):
-            self.streams.send(event.stream_id, FAILED)
-            self.streams.end(event.stream_id)
+            self.leases.send(event.lease_id, FAILED)
+            self.leases.end(event.lease_id)
 
-    def stream_id(self, number: int = 0) -> StreamId:
+    def lease_id(self, number: int = 0) -> LeaseId:
         """Of the lease that was opened so many leases after the first."""
         opens = [event for event in self.events if isinstance(event, PrefixOpenReceived)]
-        return opens[number].stream_id
+        return opens[number].lease_id
 
     @property
     def num_closed(self) -> int:
-        return sum(isinstance(event, PrefixStreamClosed) for event in self.events)
+        return sum(isinstance(event, PrefixLeaseClosed) for event in self.events)
 
     async def say(self, *requests: ReaderRequest | MoonpoolError | None) -> None:
         """The reader's words; None: it ends the stream."""
@@ -109,7 +109,7 @@ class World:
 
     async def serve(self, tasks: asyncio.TaskGroup) -> None:
         try:
-            async for told in self.streams.serve(
+            async for told in self.leases.serve(
                 requests=self._requests(), tasks=tasks, handle=self.handle
             ):
                 self.told.append(told)
@@ -132,7 +132,7 @@ async def serving() -> AsyncIterator[World]:
         tasks.create_task(world.serve(tasks))
         yield world
         await world.say(None)
-    assert len(world.streams) == 0
+    assert len(world.leases) == 0
 
 
 async def settle() -> None:
@@ -144,40 +144,40 @@ async def settle() -> None:
 async def test_the_reader_gets_blocks_with_their_leaves() -> None:
     async with serving() as world:
         await world.say((ONE, OPEN))
-        world.streams.send(world.stream_id(), opened(2, 0))
+        world.leases.send(world.lease_id(), opened(2, 0))
         await settle()
     assert world.told == [(ONE, with_digests(opened(2, 0), LEAVES_OF_2_AND_0))]
     assert world.events == [
-        PrefixOpenReceived(stream_id=world.stream_id(), open=OPEN),
-        PrefixStreamClosed(stream_id=world.stream_id()),
+        PrefixOpenReceived(lease_id=world.lease_id(), open=OPEN),
+        PrefixLeaseClosed(lease_id=world.lease_id()),
     ]
 
 
 async def test_leases_on_one_stream_end_each_by_itself() -> None:
     async with serving() as world:
         await world.say((ONE, OPEN), (TWO, OPEN))
-        first, second = world.stream_id(0), world.stream_id(1)
-        assert (first != second, len(world.streams)) == (True, 2)
+        first, second = world.lease_id(0), world.lease_id(1)
+        assert (first != second, len(world.leases)) == (True, 2)
         await world.say((ONE, LeaseClosed()))
-        assert world.events[2:] == [PrefixStreamClosed(stream_id=first)]
+        assert world.events[2:] == [PrefixLeaseClosed(lease_id=first)]
         # What the machine still says of it reaches nobody.
-        world.streams.send(first, opened(2))
-        world.streams.end(first)
-        world.streams.send(second, opened(2, 0))
+        world.leases.send(first, opened(2))
+        world.leases.end(first)
+        world.leases.send(second, opened(2, 0))
         await settle()
         assert world.told == [(TWO, with_digests(opened(2, 0), LEAVES_OF_2_AND_0))]
         # Its number may be taken again.
         await world.say((ONE, OPEN))
-        assert len(world.streams) == 2
+        assert len(world.leases) == 2
     assert world.num_closed == 3
 
 
 async def test_blocks_are_not_told_once_the_lease_has_ended() -> None:
     async with serving() as world:
         await world.say((ONE, OPEN))
-        world.streams.send(world.stream_id(), opened(2))
-        world.streams.send(world.stream_id(), FAILED)
-        world.streams.end(world.stream_id())
+        world.leases.send(world.lease_id(), opened(2))
+        world.leases.send(world.lease_id(), FAILED)
+        world.leases.end(world.lease_id())
         await settle()
         # Whoever was told may have given it back meanwhile.
         await world.say((ONE, LeaseClosed()))
@@ -189,9 +189,9 @@ async def test_blocks_are_not_told_once_the_reader_has_given_them_back() -> None
     async with serving() as world:
         world.takes.clear()
         await world.say((ONE, OPEN), (TWO, OPEN))
-        world.streams.send(world.stream_id(0), opened())
+        world.leases.send(world.lease_id(0), opened())
         await settle()
-        world.streams.send(world.stream_id(1), opened(2))
+        world.leases.send(world.lease_id(1), opened(2))
         await world.say((TWO, LeaseClosed()))
         world.takes.set()
         await settle()
@@ -201,8 +201,8 @@ async def test_blocks_are_not_told_once_the_reader_has_given_them_back() -> None
 async def test_that_nothing_is_held_is_told_before_the_end() -> None:
     async with serving() as world:
         await world.say((ONE, OPEN))
-        world.streams.send(world.stream_id(), opened())
-        world.streams.end(world.stream_id())
+        world.leases.send(world.lease_id(), opened())
+        world.leases.end(world.lease_id())
         await settle()
     assert world.told == [(ONE, with_digests(opened(), b"")), (ONE, LeaseEnded())]
 
@@ -225,7 +225,7 @@ async def test_a_reader_that_takes_nothing_is_not_listened_to() -> None:
     async with serving() as world:
         world.is_refusing = True
         world.takes.clear()
-        await world.say(*((LeaseId(number), OPEN) for number in range(1_000)))
+        await world.say(*((LeaseNumber(number), OPEN) for number in range(1_000)))
         assert 1 < len(world.events) < 200
         world.takes.set()
         for _ in range(2_000):
