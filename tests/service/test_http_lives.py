@@ -41,9 +41,9 @@ from moonpool.service.http_server import HttpServer
 from moonpool.wire.admin import RouterSnapshot
 from moonpool_router.http_door import HttpDoor, HttpSettings
 from support.eventually import eventually
-from support.fake_worker import fake_worker
+from support.fake_worker import FakeWorker, fake_worker
 from support.raw_http import post, raw_http
-from support.router import RouterUnderTest, router
+from support.router import RouterUnderTest, ask, router
 
 TEXT = "/v1/completions"
 CHUNK = GenerationChunk(
@@ -221,6 +221,29 @@ def client_of(r: RouterUnderTest, **headers: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=str(r.running.facts["http_url"]), headers=headers, timeout=20)
 
 
+Status = Callable[[], Coroutine[None, None, RouterSnapshot]]
+
+
+async def without_room(worker: FakeWorker, status: Status) -> None:
+    """The worker has no block left, and the router knows."""
+
+    async def is_known() -> bool:
+        loads = [one.load for one in (await status()).workers]
+        return [load.ledger.num_free for load in loads if load is not None] == [0]
+
+    full = BlockLedger(num_total=1000, num_free=0, num_cached=0, num_referenced=1000)
+    worker.load = replace(worker.load, ledger=full)
+    worker.send()
+    await eventually(is_known, timeout_s=10, what="no room")
+
+
+async def until_queued(number: int, status: Status) -> None:
+    async def is_so() -> bool:
+        return (await status()).num_queued == number
+
+    await eventually(is_so, timeout_s=10, what=f"{number} wait")
+
+
 async def test_with_a_key_only_livez_is_open(tmp_path: Path) -> None:
     key = "sesame-open"
     async with router(tmp_path, api_key=key) as r, client_of(r) as client:
@@ -307,35 +330,44 @@ async def test_a_tenant_that_floods_the_queue_leaves_the_others_their_part(tmp_p
         async def status() -> RouterSnapshot:
             return await fetch_status(r.client.address, key="operator's", deadline_s=10)
 
-        async def is_full() -> bool:
-            loads = [one.load for one in (await status()).workers]
-            return [load.ledger.num_free for load in loads if load is not None] == [0]
-
-        async def has_queued(number: int) -> None:
-            async def has() -> bool:
-                return (await status()).num_queued == number
-
-            await eventually(has, timeout_s=10, what=f"{number} wait")
-
-        def ask(tenant: str) -> Coroutine[None, None, httpx.Response]:
+        def ask_as(tenant: str) -> Coroutine[None, None, httpx.Response]:
             headers = {"authorization": f"Bearer key of {tenant}"}
             return client.post(TEXT, json=body, headers=headers)
 
         await worker.joined()
-        full = BlockLedger(num_total=1000, num_free=0, num_cached=0, num_referenced=1000)
-        worker.load = replace(worker.load, ledger=full)
-        worker.send()
-        await eventually(is_full, timeout_s=10, what="no room")
-        waiting = [tasks.create_task(ask("a"))]
-        await has_queued(1)
-        refused = await ask("a")
+        await without_room(worker, status)
+        waiting = [tasks.create_task(ask_as("a"))]
+        await until_queued(1, status)
+        refused = await ask_as("a")
         assert refused.status_code == 429
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert refused.headers["retry-after"] == "2"
-        waiting.append(tasks.create_task(ask("b")))
-        await has_queued(2)
+        waiting.append(tasks.create_task(ask_as("b")))
+        await until_queued(2, status)
         for task in waiting:
             task.cancel()
+
+
+async def test_a_queue_that_is_full_of_its_only_tenant_is_overloaded(tmp_path: Path) -> None:
+    body = {"prompt": "hello", "max_tokens": 1}
+    async with (
+        router(tmp_path, max_queued_requests=1) as r,
+        client_of(r) as client,
+        fake_worker(r.cluster, r.bus) as worker,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await worker.joined()
+        await without_room(worker, r.client.status)
+        waiting = tasks.create_task(client.post(TEXT, json=body))
+        await until_queued(1, r.client.status)
+        # Not 429: a balancer may ask another router.
+        refused = await client.post(TEXT, json=body)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "server_overloaded"
+        with pytest.raises(OverloadedError) as caught:
+            await r.client.generate(ask())
+        assert caught.value.code == "server_overloaded"
+        waiting.cancel()
 
 
 async def test_a_strict_door_refuses_what_it_does_not_know(tmp_path: Path) -> None:

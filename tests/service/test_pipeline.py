@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from moonpool.bus.memory import MemoryBroker, MemoryBus
 from moonpool.bus.subjects import Subjects
 from moonpool.clock import SystemClock
+from moonpool.config.schema import ApiKeySettings, RouterSettings
 from moonpool.dispatch.index_follower import IndexFollower
 from moonpool.dispatch.reuse_books import ReuseBooks
 from moonpool.errors import (
@@ -35,7 +36,8 @@ from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Tracer, TraceRing
 from moonpool_router.books import ROUTER_METRICS, RouterBooks
 from moonpool_router.index_feed import IndexFeed
-from moonpool_router.pipeline import PipelineLimits, RequestPipeline
+from moonpool_router.limits import pipeline_limits, tenant_part
+from moonpool_router.pipeline import MAX_REQUESTS, PipelineLimits, RequestPipeline
 from moonpool_router.served_model import ServedModel
 from support.router_loop import EncodingLinks, joined_loop
 from support.tiny_llama import write_tiny_llama
@@ -54,9 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
 class Front:
     """A pipeline whose one worker takes everything and answers nothing."""
 
-    def __init__(
-        self, model: ServedModel, *, max_requests: int = 4, max_requests_per_tenant: int = 4
-    ) -> None:
+    def __init__(self, model: ServedModel, *, limits: PipelineLimits | None = None) -> None:
         clock = SystemClock()
         books = RouterBooks(Metrics(ROUTER_METRICS), model=model.facts.name)
         follower = IndexFollower(PrefixIndex())
@@ -76,9 +76,7 @@ class Front:
             model,
             joined_loop(self.links, feed, clock=clock),
             feed,
-            limits=PipelineLimits(
-                max_requests=max_requests, max_requests_per_tenant=max_requests_per_tenant
-            ),
+            limits=limits or PipelineLimits(max_requests=4),
             tracer=Tracer(clock=clock, sink=traces.add, process="r", rng=random.Random(0)),
             traces=traces,
             books=books,
@@ -166,7 +164,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(model: ServedModel) -> No
 
 
 async def test_a_place_is_taken_before_the_request_is_known(model: ServedModel) -> None:
-    front = Front(model, max_requests=1)
+    front = Front(model, limits=PipelineLimits(max_requests=1))
     with front.pipeline.admitted("a"):
         with pytest.raises(OverloadedError), front.pipeline.admitted("b"):
             pass
@@ -182,7 +180,7 @@ async def test_a_place_is_taken_before_the_request_is_known(model: ServedModel) 
 
 
 async def test_a_tenant_takes_no_more_than_its_share_of_the_places(model: ServedModel) -> None:
-    front = Front(model, max_requests=3, max_requests_per_tenant=2)
+    front = Front(model, limits=PipelineLimits(max_requests=3, max_requests_per_tenant=2))
     pipeline = front.pipeline
     with pipeline.admitted("a"):
         with pipeline.admitted("a"):
@@ -196,6 +194,48 @@ async def test_a_tenant_takes_no_more_than_its_share_of_the_places(model: Served
                 await front.submit(replace(ASK, tenant="b"))
             assert type(full.value) is OverloadedError
         await front.submit(replace(ASK, tenant="a"))
+
+
+@pytest.mark.parametrize(
+    ("number", "share", "part"),
+    [(10, 1.0, None), (10, 0.5, 5), (10, 0.01, 1), (1, 0.5, None), (3, 0.99, 2)],
+)
+def test_a_tenants_part_is_none_where_it_would_be_all(
+    number: int, share: float, part: int | None
+) -> None:
+    assert tenant_part(number, share) == part
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RouterSettings(),
+        RouterSettings(api_key="of the operator"),
+        RouterSettings(api_keys=(ApiKeySettings(tenant="a", key="key of a"),)),
+    ],
+    ids=["no keys", "one key", "one tenant"],
+)
+async def test_a_router_that_is_full_of_its_only_tenant_is_overloaded(
+    model: ServedModel, settings: RouterSettings
+) -> None:
+    front = Front(model, limits=pipeline_limits(settings))
+    with contextlib.ExitStack() as places:
+        for _ in range(MAX_REQUESTS):
+            places.enter_context(front.pipeline.admitted("a"))
+        with pytest.raises(OverloadedError) as full, front.pipeline.admitted("a"):
+            pass
+    # Its client may go to another router; with 429 it would be told to ask less.
+    assert full.value.code == "server_overloaded"
+
+
+async def test_a_tenant_among_others_has_half_of_the_router(model: ServedModel) -> None:
+    keys = tuple(ApiKeySettings(tenant=name, key=f"key of {name}") for name in ("a", "b"))
+    front = Front(model, limits=pipeline_limits(RouterSettings(api_keys=keys)))
+    with contextlib.ExitStack() as places:
+        for _ in range(MAX_REQUESTS // 2):
+            places.enter_context(front.pipeline.admitted("a"))
+        with pytest.raises(TenantLimitError), front.pipeline.admitted("a"):
+            pass
 
 
 async def test_the_clients_own_name_of_a_request_is_logged_with_its_id(model: ServedModel) -> None:

@@ -56,7 +56,8 @@ from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.http_door import HttpDoor, HttpSettings
 from moonpool_router.index_feed import IndexFeed
 from moonpool_router.inference_door import InferenceDoor
-from moonpool_router.pipeline import MAX_REQUESTS, PipelineLimits, RequestPipeline
+from moonpool_router.limits import pipeline_limits, tenant_part
+from moonpool_router.pipeline import PipelineLimits, RequestPipeline
 from moonpool_router.placement_config import routing_config
 from moonpool_router.served_model import ServedModel
 from moonpool_router.worker_links import WorkerLinks
@@ -160,11 +161,7 @@ class RouterService:
             on_change=self._changed.set,
         )
         links.listen(loop)
-        limits = PipelineLimits(
-            max_requests_per_tenant=_part(MAX_REQUESTS, config.router.max_tenant_share),
-            request_timeout_s=config.router.request_timeout_s,
-            queue_timeout_s=config.router.queue_timeout_s,
-        )
+        limits = pipeline_limits(config.router)
         pipeline = self._pipeline = RequestPipeline(
             model,
             loop,
@@ -259,7 +256,7 @@ class RouterService:
     ) -> RpcServer:
         assert self._loop is not None
         settings = self._config.router
-        max_calls, share = limits.max_requests + _NUM_OTHER_CALLS, settings.max_tenant_share
+        max_calls = limits.max_requests + _NUM_OTHER_CALLS
         server = self._server = RpcServer(
             host=settings.host,
             port=settings.grpc_port,
@@ -267,7 +264,7 @@ class RouterService:
             operator_services=(admin_door.SERVICE,),
             max_message_bytes=PUBLIC_MESSAGE_BYTES,
             max_calls=max_calls,
-            max_calls_per_tenant=_part(max_calls, share) if share < 1.0 else None,
+            max_calls_per_tenant=tenant_part(max_calls, settings.max_tenant_share),
         )
         server.add(
             inference_pb2_grpc.add_InferenceServicer_to_server,
@@ -333,7 +330,7 @@ class RouterService:
                 router.placement, local_prefill_tokens=self._config.common.local_prefill_tokens
             ),
             max_queued_requests=router.max_queued_requests,
-            max_queued_per_tenant=_part(router.max_queued_requests, router.max_tenant_share),
+            max_queued_per_tenant=tenant_part(router.max_queued_requests, router.max_tenant_share),
             num_kept_decisions=router.placement.num_kept_decisions,
         )
 
@@ -377,8 +374,3 @@ class RouterService:
                 for member in loop.members()
             ),
         )
-
-
-def _part(number: int, share: float) -> int:
-    """At least one: a tenant that may have nothing would have no key."""
-    return max(int(number * share), 1)

@@ -77,8 +77,8 @@ log = structlog.get_logger("moonpool.router")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLimits:
     max_requests: int = MAX_REQUESTS
-    #: Of these, how many may be one tenant's.
-    max_requests_per_tenant: int = MAX_REQUESTS
+    #: Of these, how many may be one tenant's; None: all.
+    max_requests_per_tenant: int | None = None
     #: How long a request may wait for workers before it has a token.
     queue_timeout_s: float = 60.0
     #: Deadline of a request whose client sets none.
@@ -184,7 +184,7 @@ class RequestPipeline:
         """
         self._refuse_if_draining()
         max_own = self._limits.max_requests_per_tenant
-        if self._num_admitted_by_tenant[tenant] >= max_own:
+        if max_own is not None and self._num_admitted_by_tenant[tenant] >= max_own:
             raise TenantLimitError(
                 f"The server holds {max_own} requests of yours, as many as one may have.",
                 retry_after_s=_RETRY_AFTER_S,
