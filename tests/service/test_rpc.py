@@ -39,9 +39,11 @@ from moonpool.rpc.channel import open_channel
 from moonpool.rpc.errors import errors_from
 from moonpool.rpc.metadata import call_metadata, clean_label, read_metadata
 from moonpool.rpc.server import RpcServer
+from support.raw_http2 import call_headers, empty_message, greeting_without_window
 
 _SERVICE = "moonpool.api.v1.Worker"
 _DEADLINE_S = 5.0
+_CHECK = "/grpc.health.v1.Health/Check"
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -226,20 +228,66 @@ async def test_a_stranger_may_ask_for_health_but_not_watch_it() -> None:
         watch.cancel()
 
 
-async def test_a_stranger_that_asks_nothing_is_sent_away() -> None:
+@asynccontextmanager
+async def guarded(
+    *, max_calls: int | None = None, **options: Any
+) -> AsyncIterator[tuple[int, grpc.aio.Channel]]:
+    """A server with nothing but health behind a key; its port, and a channel to it."""
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(ApiKeys.single("k" * 16), stranger_timeout_s=0.05)]
+        interceptors=[KeyInterceptor(ApiKeys.single("k" * 16), **options)],
+        maximum_concurrent_rpcs=max_calls,
     )
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(_DEADLINE_S):
-            silent = channel.stream_stream("/grpc.health.v1.Health/Check")()
-            with pytest.raises(InvalidRequestError, match="in time"), errors_from("w"):
-                await silent.read()
+            yield port, channel
     finally:
         await server.stop(0)
+
+
+async def check(channel: grpc.aio.Channel, *, key: str = "") -> bool:
+    """Whether health is told, with a key or without; OverloadedError if there is no place."""
+    with errors_from("w"):
+        reply = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), metadata=call_metadata(key=key)
+        )
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_stranger_that_asks_nothing_is_sent_away() -> None:
+    async with guarded(stranger_timeout_s=0.05) as (_, channel):
+        silent = channel.stream_stream(_CHECK)()
+        with pytest.raises(InvalidRequestError, match="in time"), errors_from("w"):
+            await silent.read()
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["silent", "takes no answer"])
+async def test_strangers_that_stay_leave_room_for_whoever_has_a_key(asks: bool) -> None:
+    async with guarded(max_calls=6, max_strangers=2, stranger_timeout_s=60.0) as (port, channel):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(greeting_without_window())
+        for stream in range(1, 19, 2):
+            message = empty_message(stream=stream) if asks else b""
+            writer.write(call_headers(_CHECK, stream=stream) + message)
+        # A refusal is all headers, for which no window is needed.
+        await reader.readuntil(b"As many calls without a key")
+        while not await _has_place(channel, key="k" * 16):
+            pass
+        with pytest.raises(OverloadedError, match="without a key") as caught:
+            await check(channel)
+        assert type(caught.value) is OverloadedError
+        writer.close()
+        while not await _has_place(channel):
+            pass
+
+
+async def _has_place(channel: grpc.aio.Channel, *, key: str = "") -> bool:
+    try:
+        return await check(channel, key=key)
+    except OverloadedError:
+        return False
 
 
 async def test_one_call_more_than_a_server_takes_is_refused() -> None:

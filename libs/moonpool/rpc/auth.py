@@ -3,7 +3,9 @@
 Without one a server does not bind anything but loopback. Keys are compared in constant time and never
 logged. Asking for health once needs none; watching it does, since that holds a call for as long as one likes.
 Where a server bounds its calls, a tenant has its part of them, taken before its message has come: a call that
-sends nothing holds a place, too.
+sends nothing holds a place, too. So does one that does not take its answer, for as long as its connection stands:
+gRPC cannot end it. Strangers have few places between them, wherever there is a key; a prober that must never find
+them taken sends one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import grpc
 from moonpool.config.api_keys import ApiKeys
 from moonpool.errors import (
     InvalidRequestError,
+    OverloadedError,
     PermissionDeniedError,
     TenantLimitError,
     UnauthenticatedError,
@@ -27,9 +30,9 @@ from moonpool.rpc.interceptor import abort
 from moonpool.rpc.metadata import bearer_key
 
 _OPEN_METHOD = "/grpc.health.v1.Health/Check"
-_TOO_MANY_CALLS = "As many calls of yours are open here as may."
 _RETRY_AFTER_S = 2.0
 #: See KeyInterceptor.
+MAX_STRANGERS = 64
 STRANGER_TIMEOUT_S = 5.0
 
 
@@ -39,6 +42,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     Args:
         operator_services: Services that only an operator's key opens.
         max_calls_per_tenant: Calls at once with the keys of one tenant; None: no bound.
+        max_strangers: Calls at once without a key.
         stranger_timeout_s: How long the message of a call without a key may take to come.
     """
 
@@ -48,12 +52,14 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         *,
         operator_services: Collection[str] = (),
         max_calls_per_tenant: int | None = None,
+        max_strangers: int = MAX_STRANGERS,
         stranger_timeout_s: float = STRANGER_TIMEOUT_S,
     ) -> None:
         self._keys = keys
         self._max_calls_per_tenant = max_calls_per_tenant
-        #: A tenant without any is not there.
-        self._num_calls: Counter[str] = Counter()
+        #: By tenant, strangers under None; who has none is not there.
+        self._num_calls: Counter[str | None] = Counter()
+        self._max_strangers = max_strangers
         self._stranger_timeout_s = stranger_timeout_s
         self._operator_prefixes = tuple(f"/{name}/" for name in operator_services)
 
@@ -69,7 +75,10 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         if tenant is None:
             if method != _OPEN_METHOD:
                 return grpc.stream_stream_rpc_method_handler(_refuse)
-            return _in_time(await continuation(handler_call_details), self._stranger_timeout_s)
+            handler = await continuation(handler_call_details)
+            return self._counted(
+                _in_time(handler, self._stranger_timeout_s), None, self._max_strangers
+            )
         if method.startswith(self._operator_prefixes) and not self._keys.is_operator(given):
             return grpc.stream_stream_rpc_method_handler(_refuse_tenant)
         handler = await continuation(handler_call_details)
@@ -78,17 +87,15 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         return self._counted(handler, tenant, self._max_calls_per_tenant)
 
     def _counted(
-        self, handler: grpc.RpcMethodHandler, tenant: str, max_calls: int
+        self, handler: grpc.RpcMethodHandler, tenant: str | None, max_calls: int
     ) -> grpc.RpcMethodHandler:
-        """The same, among the tenant's calls from its beginning to its end."""
+        """The same, among the tenant's calls, or the strangers', from its beginning to its end."""
 
         async def answer(
             requests: AsyncIterator[object], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[object]:
             if self._num_calls[tenant] >= max_calls:
-                await abort(
-                    context, TenantLimitError(_TOO_MANY_CALLS, retry_after_s=_RETRY_AFTER_S)
-                )
+                await abort(context, _too_many_calls(tenant))
                 return
             self._num_calls[tenant] += 1
             try:
@@ -156,6 +163,14 @@ def _as_stream(
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
+
+
+def _too_many_calls(tenant: str | None) -> OverloadedError:
+    if tenant is None:
+        words = "As many calls without a key are open here as may."
+        return OverloadedError(words, retry_after_s=_RETRY_AFTER_S)
+    words = "As many calls of yours are open here as may."
+    return TenantLimitError(words, retry_after_s=_RETRY_AFTER_S)
 
 
 async def _refuse(_requests: object, context: grpc.aio.ServicerContext) -> None:
