@@ -31,9 +31,10 @@ def received(announce: Announce) -> ReceivedAnnounce:
 async def test_each_announcement_is_read_once_for_all_and_nonsense_told_once_a_sender() -> None:
     first: list[ReceivedAnnounce] = []
     second: list[ReceivedAnnounce] = []
+    unreadable: list[None] = []
     last_came = asyncio.Event()
     async with MemoryBus(MemoryBroker()) as bus, asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        announcements = Announcements(bus, SUBJECTS)
+        announcements = Announcements(bus, SUBJECTS, on_unreadable=lambda: unreadable.append(None))
         announcements.add_listener(first.append)
         announcements.add_listener(second.append)
         announcements.add_listener(
@@ -49,6 +50,7 @@ async def test_each_announcement_is_read_once_for_all_and_nonsense_told_once_a_s
             await last_came.wait()
         listening.cancel()
     assert [announce.is_leaving for announce in first] == [False, True]
+    assert len(unreadable) == 4
     # The same values, not equal ones.
     assert list(map(id, first)) == list(map(id, second))
     assert [(entry["log_level"], entry["subject"]) for entry in logs] == [

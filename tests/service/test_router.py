@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
@@ -107,9 +108,16 @@ async def test_whoever_cannot_be_read_on_the_bus_is_warned_of_once(tmp_path: Pat
                 return all(len(levels(subject)) > 1 for subject in senders)
 
             await eventually(are_heard_twice, timeout_s=5, what="all are dropped")
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"{r.running.facts['http_url']}/metrics")).text
     for subject in senders:
         first, *others = levels(subject)
         assert (first, set(others)) == ("warning", {"debug"})
+    (lost,) = [
+        line for line in text.splitlines() if 'lost_messages_total{reason="unreadable"' in line
+    ]
+    # Of announcements; those of KV events are counted with the index.
+    assert float(lost.split()[-1]) >= 4
 
 
 async def test_the_books_hold_what_happened(tmp_path: Path) -> None:

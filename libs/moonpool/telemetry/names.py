@@ -73,8 +73,8 @@ NATS_CONNECTED = _gauge("moonpool_nats_connected", "1 while the control bus is c
 
 BUS_LOST = _counter(
     "moonpool_bus_lost_messages_total",
-    "Messages of the control bus that were lost here: unsent (it was away), dropped (they came faster than they "
-    "were read).",
+    "Messages of the control bus that were lost here: unsent (it was away), dropped (they came faster than they were "
+    "read), unreadable (announcements that are none).",
     "reason",
 )
 

@@ -15,12 +15,23 @@ AnnounceListener = Callable[[ReceivedAnnounce], None]
 
 
 class Announcements:
-    """One subscription. What cannot be read is dropped, with a warning for each sender."""
+    """One subscription. What cannot be read is dropped, with a warning for each sender.
 
-    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+    Args:
+        on_unreadable: Called for each that is dropped.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        *,
+        on_unreadable: Callable[[], None] = lambda: None,
+    ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._listeners: list[AnnounceListener] = []
+        self._on_unreadable = on_unreadable
         self._unreadable = UnreadableSenders()
 
     def add_listener(self, listener: AnnounceListener) -> None:
@@ -33,6 +44,7 @@ class Announcements:
             try:
                 announce = decode_announce(message.data)
             except MoonpoolError as error:
+                self._on_unreadable()
                 self._unreadable.note(message, error)
                 continue
             for listener in self._listeners:

@@ -147,6 +147,10 @@ class WorkerBooks:
         self._metrics.count_to(names.BUS_LOST, num_unsent, reason="unsent")
         self._metrics.count_to(names.BUS_LOST, num_dropped, reason="dropped")
 
+    def announcement_unreadable(self) -> None:
+        """An announcement came over the bus that cannot be read."""
+        self._metrics.count(names.BUS_LOST, reason="unreadable")
+
     def gauges(self, report: LedgerReport, *, num_queued_tokens: int) -> None:
         """What the worker holds, as of now."""
         metrics, ledger = self._metrics, report.ledger

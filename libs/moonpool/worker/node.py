@@ -382,7 +382,9 @@ class KvNode:
     def follow_others(self, life: Life, bus: Bus) -> None:
         """Connect to others as soon as they announce themselves, and offer blocks to the stores among them."""
         shell = self.shell
-        announcements = Announcements(bus, self.subjects)
+        announcements = Announcements(
+            bus, self.subjects, on_unreadable=self.books.announcement_unreadable
+        )
         scout = PeerScout(peers=shell.peers, own=shell.hello.worker)
         announcements.add_listener(scout.on_announced)
         life.spawn(scout.run(), name="scout")

@@ -177,7 +177,7 @@ class RouterService:
         server = await self._listen(life, pipeline, traces, limits)
         http = await self._listen_http(life, pipeline, books)
         loop.start()
-        listener = BusListener(self._bus, subjects, loop, feed, router_id=config.router_id)
+        listener = BusListener(self._bus, subjects, loop, feed, books, router_id=config.router_id)
         listener.watch_connection()
         life.spawn(loop.run(), name="dispatch")
         life.spawn(feed.run(), name="prefix index")

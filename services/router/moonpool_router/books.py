@@ -145,6 +145,10 @@ class RouterBooks:
     def loop_lag(self, lag_s: float) -> None:
         self._metrics.observe(names.EVENT_LOOP_LAG, lag_s)
 
+    def announcement_unreadable(self) -> None:
+        """An announcement came over the bus that cannot be read."""
+        self._metrics.count(names.BUS_LOST, reason="unreadable")
+
     def index_batch(self, *, is_readable: bool) -> None:
         """A change of a worker's blocks came over the bus."""
         self._metrics.count(names.INDEX_BATCHES, outcome="read" if is_readable else "unreadable")

@@ -14,6 +14,7 @@ from moonpool.bus.unreadable import UnreadableSenders
 from moonpool.dispatch.membership import Announcement
 from moonpool.errors import MoonpoolError
 from moonpool.wire.control import Who, decode_announce, encode_who
+from moonpool_router.books import RouterBooks
 from moonpool_router.dispatch_loop import DispatchLoop
 from moonpool_router.index_feed import IndexFeed
 
@@ -27,6 +28,7 @@ class BusListener:
         subjects: Subjects,
         loop: DispatchLoop,
         feed: IndexFeed,
+        books: RouterBooks,
         *,
         router_id: str,
     ) -> None:
@@ -34,10 +36,10 @@ class BusListener:
         self._subjects = subjects
         self._loop = loop
         self._feed = feed
+        self._books = books
         self._router_id = router_id
         self._connected = asyncio.Event()
         self._unreadable = UnreadableSenders()
-        self.num_unreadable = 0
 
     def watch_connection(self) -> None:
         """Tell the loop of every loss and return of the broker, from now on."""
@@ -50,7 +52,7 @@ class BusListener:
             try:
                 announce = decode_announce(message.data)
             except MoonpoolError as error:
-                self.num_unreadable += 1
+                self._books.announcement_unreadable()
                 self._unreadable.note(message, error)
                 continue
             self._loop.on_announced(
