@@ -28,6 +28,7 @@ from moonpool.wire.kv_events import (
     snapshot_to_pb,
 )
 from support.kv import make_chain
+from support.snapshots import answer
 
 NUM_WORKERS = 2
 CHAINS = [make_chain(text) for text in ("abcdef", "abcxyz", "qrstuv", "mn")]
@@ -149,7 +150,7 @@ class World:
         snapshot = snapshot_from_pb(snapshot_to_pb(worker.published.snapshot(), part_blocks=3))
         for _ in range(self.rng.randint(0, 3)):
             self.rng.choice([self.change, self.publish, self.deliver, self.lose])()
-        self.follower.on_snapshot(ask.key, snapshot, self.now)
+        answer(self.follower, ask.key, snapshot, self.now)
 
     def restart(self) -> None:
         number = self.rng.randrange(NUM_WORKERS)
@@ -188,7 +189,7 @@ class World:
             for ask in asked:
                 asked_worker = self.worker(ask.key)
                 assert asked_worker is not None, ask
-                self.follower.on_snapshot(ask.key, asked_worker.published.snapshot(), self.now)
+                answer(self.follower, ask.key, asked_worker.published.snapshot(), self.now)
             if self.follower.next_due() is None:
                 return
         raise AssertionError("questions without end")

@@ -21,6 +21,7 @@ from moonpool.kv.block_key import KeyArray, block_keys
 from moonpool.kv.prefix_index import PrefixIndex
 from moonpool.kv.published_set import EventBatch, PublishedSet, SetHead, SetSnapshot
 from support.kv import hold, make_chain
+from support.snapshots import load_snapshot
 
 NUM_BLOCKS = 8
 TEXTS = ["a", "aa", "aaaa", "aaaaaa", "aab", "aabb", "aaba", "abba", "ab", "bbbb", "cd", "cdcd"]
@@ -150,7 +151,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             case SetHead():
                 needs = self.index.note_head(worker, message)
             case SetSnapshot():
-                needs = self.index.load_snapshot(worker, message)
+                needs = load_snapshot(self.index, worker, message)
         assert needs == self.index.needs_snapshot(worker)
 
     def _age(self, worker: WorkerKey, message: Message) -> None:

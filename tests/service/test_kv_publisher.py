@@ -26,6 +26,7 @@ from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 from moonpool.worker.kv_publisher import KvPublisher
 from support.eventually import eventually
 from support.kv import make_chain
+from support.snapshots import load_snapshot
 
 KEY = WorkerKey(WorkerId("d0"), Incarnation("a" * 16))
 SUBJECTS = Subjects("test")
@@ -172,7 +173,7 @@ async def test_a_snapshot_is_up_to_date_without_a_broker() -> None:
         index = PrefixIndex()
         index.join(KEY)
         assert index.apply(KEY, s.heard[0])
-        assert not index.load_snapshot(KEY, snapshot)
+        assert not load_snapshot(index, KEY, snapshot)
         assert index.match(block_keys(chain)) == {KEY: 3}
         index.validate()
 
@@ -215,7 +216,7 @@ async def test_a_large_change_leaves_in_parts_each_with_its_sequence() -> None:
             True,
             True,
         ]
-        assert not short.load_snapshot(KEY, await s.publisher.snapshot())
+        assert not load_snapshot(short, KEY, await s.publisher.snapshot())
         assert short.match(block_keys(chain)) == {KEY: 10}
 
 

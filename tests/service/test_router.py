@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
@@ -34,15 +35,20 @@ from moonpool.inference.generation import (
     TokenPrompt,
 )
 from moonpool.inference.output import FinishReason
+from moonpool.kv.block_key import block_keys
+from moonpool.kv.events import BlockStored
+from moonpool.kv.published_set import PublishedSet, SetSnapshot
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.rpc.admin import fetch_trace
 from moonpool.rpc.channel import open_channel
 from moonpool.service.life import StopPolicy, running
+from moonpool.telemetry import names
 from moonpool.telemetry.spans import SpanContext
 from moonpool.wire.spans import Span
 from moonpool_router.app import RouterService
 from support.eventually import eventually
 from support.fake_worker import FakeWorker, fake_worker
+from support.kv import make_chain
 from support.router import Answered, Client, ask, fake_cluster, router, tiny_router_config
 from support.tiny_llama import write_tiny_llama
 
@@ -118,6 +124,44 @@ async def test_whoever_cannot_be_read_on_the_bus_is_warned_of_once(tmp_path: Pat
     ]
     # Of announcements; those of KV events are counted with the index.
     assert float(lost.split()[-1]) >= 4
+
+
+class SelfContradicting(PublishedSet):
+    """A worker's, whose snapshots have other keys than their heads tell of."""
+
+    def snapshot(self) -> SetSnapshot:
+        whole = super().snapshot()
+        return replace(whole, keys=whole.keys ^ np.uint64(4))
+
+
+async def test_a_snapshot_that_contradicts_itself_is_asked_for_again(tmp_path: Path) -> None:
+    config = tiny_router_config(tmp_path)
+    broker = MemoryBroker()
+    service = RouterService(config, bus=MemoryBus(broker), clock=SystemClock())
+    chain = make_chain("abc")
+
+    def num_asked(outcome: str) -> float:
+        return service.metrics.value(names.INDEX_SNAPSHOTS, outcome=outcome)
+
+    async with (
+        running(service),
+        MemoryBus(broker) as bus,
+        fake_worker(fake_cluster(config), bus) as worker,
+    ):
+        await eventually(lambda: num_asked("loaded") == 1, timeout_s=5, what="it has joined")
+        worker.published = SelfContradicting()
+        worker.published.apply([BlockStored(hashes=tuple(chain), parent_hash=None)])
+        await worker.announce()
+        await eventually(lambda: num_asked("failed") > 1, timeout_s=5, what="it was asked again")
+        assert service.index.num_blocks == 0
+        worker.published = PublishedSet()
+        worker.published.apply([BlockStored(hashes=tuple(chain), parent_hash=None)])
+        await eventually(lambda: num_asked("loaded") == 2, timeout_s=5, what="it was believed")
+        await eventually(
+            lambda: service.index.match(block_keys(chain)) == {worker.key: 3},
+            timeout_s=5,
+            what="it is known what the worker holds",
+        )
 
 
 async def test_the_books_hold_what_happened(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,13 @@ from moonpool.ids import BlockHash
 from moonpool.kv.block_cache import BlockCache
 from moonpool.kv.block_key import block_key, block_keys, keys_digest
 from moonpool.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
-from moonpool.kv.published_set import EMPTY_HEAD, EventBatch, PublishedSet
+from moonpool.kv.published_set import (
+    EMPTY_HEAD,
+    EventBatch,
+    PublishedSet,
+    SetHead,
+    SetSnapshot,
+)
 from support.kv import hold, make_chain
 
 
@@ -128,6 +135,19 @@ def test_a_snapshot_is_the_whole_set(published: PublishedSet) -> None:
     assert snapshot.head == published.head
     held = block_keys([block_hash for block_hash, _ in cache.contents()])
     assert sorted(snapshot.keys.tolist()) == sorted(held.tolist())
+
+
+def test_a_snapshot_that_contradicts_itself_is_found_out(published: PublishedSet) -> None:
+    batch_of(published, stored("abc"))
+    whole = published.snapshot()
+    assert whole.is_consistent()
+    for other in (whole.keys[:2], whole.keys[[0, 1, 1]], whole.keys ^ np.uint64(4)):
+        assert not replace(whole, keys=other).is_consistent()
+    # The digest of each alone is right: twice the same key, and the key of no block.
+    twice = np.array([5, 5], np.uint64)
+    for keys_alone in (twice, np.zeros(1, np.uint64)):
+        head = SetHead(sequence=1, count=len(keys_alone), digest=keys_digest(keys_alone))
+        assert not SetSnapshot(head=head, keys=keys_alone).is_consistent()
 
 
 def test_batches_and_snapshots_compare_by_value(published: PublishedSet) -> None:

@@ -67,7 +67,7 @@ class AskReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskSnapshot:
-    """Ask this worker for its published set; on_snapshot or on_not_answered must follow."""
+    """Ask this worker for its published set; `loading` or on_not_answered must follow."""
 
     key: WorkerKey
     address: str
@@ -138,18 +138,10 @@ class IndexFollower:
         """A request has ended that left this chain of blocks behind."""
         self._index.expect(key, keys)
 
-    def on_snapshot(self, key: WorkerKey, snapshot: SetSnapshot, now: float) -> None:
-        """The answer to AskSnapshot."""
-        if snapshot.is_consistent():
-            for _ in self.loading(key, snapshot, now):
-                pass
-        else:
-            self.on_not_answered(key, now)
-
     def loading(self, key: WorkerKey, snapshot: SetSnapshot, now: float) -> Iterator[None]:
-        """The answer to AskSnapshot, which is consistent, in pieces; go through all of them.
+        """The answer to AskSnapshot, loaded in pieces; go through all of them.
 
-        Between two of them anything may happen.
+        Between two of them anything may happen. Requires a snapshot that is consistent; another is no answer.
         """
         followed = self._workers.get(key)
         if followed is None:
@@ -169,7 +161,7 @@ class IndexFollower:
         self._look(key, followed, now)
 
     def on_not_answered(self, key: WorkerKey, now: float) -> None:
-        """AskSnapshot brought nothing."""
+        """AskSnapshot brought nothing, or what contradicts itself."""
         followed = self._workers.get(key)
         if followed is not None:
             followed.is_asked = False

@@ -124,7 +124,7 @@ class PrefixIndex:
         """Who is followed, in the order of joining."""
         return tuple(self._followers)
 
-    # -- what is heard; each returns needs_snapshot(worker) --
+    # -- what is heard; apply and note_head return needs_snapshot(worker) --
 
     def apply(self, worker: WorkerKey, batch: EventBatch) -> bool:
         """A batch has come, in whatever order."""
@@ -153,18 +153,10 @@ class PrefixIndex:
         _hear(follower, head)
         return follower.needs_snapshot
 
-    def load_snapshot(self, worker: WorkerKey, snapshot: SetSnapshot) -> bool:
-        """A snapshot that was asked for has come; held batches are applied on top.
-
-        One that is older than what stands here, or that contradicts itself, changes nothing.
-        """
-        if snapshot.is_consistent():
-            for _ in self.loading(worker, snapshot):
-                pass
-        return self.needs_snapshot(worker)
-
     def loading(self, worker: WorkerKey, snapshot: SetSnapshot) -> Iterator[None]:
-        """Load a snapshot that is consistent in pieces; go through all of them.
+        """Load a snapshot that was asked for in pieces; go through all of them. Held batches are applied on top.
+
+        Requires one that is consistent. One that is older than what stands here changes nothing.
 
         Between two pieces anything may happen but another loading for this worker. Of it the index then
         knows a part; it is wrong, and batches are held, until all is loaded.
