@@ -253,7 +253,7 @@ class Dispatcher:
             )
             return
         max_own = self._config.max_queued_per_tenant
-        if max_own is not None and self._num_queued_of(event.request.tenant) >= max_own:
+        if max_own is not None and self._waiting.num_of(event.request.tenant) >= max_own:
             words = "As many of your requests wait for a worker as may."
             error = TenantLimitError(words, retry_after_s=_RETRY_AFTER_S)
             self._append_end(request, None, error)
@@ -264,12 +264,6 @@ class Dispatcher:
         self._requests[request.request_id] = request
         heapq.heappush(self._deadlines, (request.deadline_at, request.request_id))
         self._enqueue(request)
-
-    def _num_queued_of(self, tenant: str) -> int:
-        return sum(
-            one.state is DispatchState.QUEUED and one.request.tenant == tenant
-            for one in self._requests.values()
-        )
 
     def _on_cancelled(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)

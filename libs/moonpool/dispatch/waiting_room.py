@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,8 @@ class WaitingRoom:
         self._match = match
         #: Those that wait.
         self._requests: dict[RequestId, RequestRecord] = {}
+        #: How many of them are whose; a tenant without any is not there.
+        self._num_by_tenant: Counter[str] = Counter()
         self._queue = RequestQueue()
         self._placer = Placer(config.routing, fleet, match)
         self._decisions = DecisionLog(config.num_kept_decisions)
@@ -59,16 +62,26 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def num_of(self, tenant: str) -> int:
+        """How many of those that wait are this tenant's."""
+        return self._num_by_tenant[tenant]
+
     def add(self, request: RequestRecord) -> None:
-        """It waits from here on, in order of age."""
+        """It waits from here on, in order of age. Requires that it did not."""
+        assert request.request_id not in self._requests, request
         request.state = DispatchState.QUEUED
         self._requests[request.request_id] = request
+        self._num_by_tenant[request.request.tenant] += 1
         self._queue.add(request.request.age)
         self._may_place = True
 
     def remove(self, request: RequestRecord) -> None:
         """It waits no more. Requires that it does."""
         del self._requests[request.request_id]
+        tenant = request.request.tenant
+        self._num_by_tenant[tenant] -= 1
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
         self._queue.remove(request.request.age)
 
     def note_room(self) -> None:
@@ -125,6 +138,7 @@ class WaitingRoom:
         """An independent copy over copies of the requests and of the fleet, for exploration."""
         fork = WaitingRoom(self._config, fleet, self._match)
         fork._requests = {request_id: requests[request_id] for request_id in self._requests}
+        fork._num_by_tenant = self._num_by_tenant.copy()
         fork._queue = self._queue.fork()
         fork._placer = self._placer.fork(fleet)
         fork._decisions = self._decisions.fork()
@@ -138,6 +152,8 @@ class WaitingRoom:
     def validate(self, requests: Mapping[RequestId, RequestRecord]) -> None:
         """Check that these are the ones that wait."""
         assert self._requests == requests, (self._requests.keys(), requests.keys())
+        tenants = Counter(request.request.tenant for request in requests.values())
+        assert dict(self._num_by_tenant) == dict(tenants), (self._num_by_tenant, tenants)
         self._queue.validate([request.request.age for request in requests.values()])
 
     # -- parts --
