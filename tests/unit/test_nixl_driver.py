@@ -21,21 +21,28 @@ class StillAgent:
 
     def __init__(self, *_arguments: Any, **_settings: Any) -> None:
         self.done: set[object] = set()
+        self.failed: set[object] = set()
+        self.released: list[object] = []
+        self.removed: list[str] = []
         self.is_closed = False
         self.is_broken = False
 
     def add_peer(self, metadata: bytes) -> str:
         return metadata.decode()
 
-    def remove_peer(self, name: str) -> None: ...
+    def remove_peer(self, name: str) -> None:
+        self.removed.append(name)
 
     def read(self, _peer: str, _remote: Any, _local: Any) -> object:
         return object()
 
     def is_done(self, handle: object) -> bool:
+        if handle in self.failed:
+            raise NixlError("it failed")
         return handle in self.done
 
-    def release(self, handle: object) -> None: ...
+    def release(self, handle: object) -> None:
+        self.released.append(handle)
 
     def progress(self) -> None:
         if self.is_broken:
@@ -68,6 +75,8 @@ class World:
         return self.agents[-1]
 
     def on_ended(self, job: NixlJob, error: TransferError | None) -> None:
+        # Whoever learns of it finds the connection marked.
+        assert error is None or job.connection in self.lost
         self.ended[job] = error
 
     def on_lost(self, connection: NixlConnection, _why: str) -> None:
@@ -87,6 +96,9 @@ class World:
 
     def finish(self, job: NixlJob) -> None:
         self.agents[-1].done.add(job.handle)
+
+    def fail(self, job: NixlJob) -> None:
+        self.agents[-1].failed.add(job.handle)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -187,3 +199,52 @@ async def test_an_agent_that_fails_while_nothing_is_read_is_replaced(world: Worl
     world.finish(job)
     world.pass_time(0.0)
     assert world.ended == {job: None}
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_a_read_that_fails_loses_its_peer_and_nobody_else(
+    world: World, is_dropped: bool
+) -> None:
+    peer, again, other = world.connect("p"), world.connect("p"), world.connect("q")
+    jobs = [world.post(peer), world.post(peer), world.post(again)]
+    elsewhere = world.post(other)
+    handles = [job.handle for job in jobs]
+    if is_dropped:
+        # Of those that somebody waits for, only the oldest is asked for.
+        jobs[1].drop()
+    world.fail(jobs[1 if is_dropped else 0])
+    world.pass_time(0.0)
+    (agent,) = world.agents
+    assert {job: error.code for job, error in world.ended.items() if error is not None} == (
+        dict.fromkeys(jobs, "kv_peer_lost")
+    )
+    assert set(world.lost) == {peer, again}
+    assert (agent.removed, set(agent.released)) == (["p"], set(handles))
+    # Nothing more is posted to it; the other peer's read lives on, and so does the agent.
+    late = world.post(peer)
+    assert world.ended.pop(late) is not None
+    world.finish(elsewhere)
+    world.pass_time(0.0)
+    assert world.ended.pop(elsewhere) is None
+    # It may come back.
+    anew = world.post(world.connect("p"))
+    world.finish(anew)
+    world.pass_time(0.0)
+    assert world.ended.pop(anew) is None
+    assert set(world.ended) == set(jobs)
+    assert (len(world.agents), agent.is_closed, agent.removed) == (1, False, ["p"])
+
+
+async def test_the_last_to_close_a_peer_removes_it_once_its_reads_have_ended(world: World) -> None:
+    first, second, other = world.connect("p"), world.connect("p"), world.connect("q")
+    job = world.post(first)
+    agent = world.agents[0]
+    world.driver.forget(second)
+    world.driver.forget(first)
+    world.driver.forget(other)
+    assert agent.removed == ["q"]
+    world.finish(job)
+    world.pass_time(0.0)
+    assert world.ended == {job: None}
+    assert agent.removed == ["q", "p"]
+    assert not world.lost

@@ -37,6 +37,7 @@ from moonpool.transport.base import (
 )
 from moonpool.transport.nixl_agent import (
     Descriptors,
+    NixlAgent,
     NixlError,
     NixlUnusableError,
     address_of,
@@ -55,6 +56,7 @@ class NixlTransport:
         agent: Of the source agent: str(WorkerKey), which readers check.
         pool_fd: The pool's memfd, not sealed yet; None if nobody is to read it.
         ucx: Settings of UCX; see NixlAgent.
+        agent_type: Of the reading agent: NixlAgent, or what stands in for it.
     """
 
     name = "nixl"
@@ -67,12 +69,14 @@ class NixlTransport:
         kernels: Kernels,
         pool_fd: int | None = None,
         ucx: Mapping[str, str] | None = None,
+        agent_type: Callable[..., NixlAgent] = NixlAgent,
     ) -> None:
         self._pool = pool
         self._agent = agent
         self._kernels = kernels
         self._pool_fd = pool_fd
         self._ucx = ucx
+        self._agent_type = agent_type
         self._tasks = asyncio.TaskGroup()
         self._source: NixlSource | None = None
         self._link: NixlLink | None = None
@@ -83,7 +87,12 @@ class NixlTransport:
     async def __aenter__(self) -> NixlTransport:
         """Where NIXL cannot be used this is no error: `unusable` says why."""
         await self._tasks.__aenter__()
-        self._link = NixlLink(name=f"{self._agent}/reader", pool=self._pool.bytes, ucx=self._ucx)
+        self._link = NixlLink(
+            name=f"{self._agent}/reader",
+            pool=self._pool.bytes,
+            ucx=self._ucx,
+            agent_type=self._agent_type,
+        )
         try:
             await self._start(self._link)
         except (NixlError, NixlUnusableError) as error:

@@ -88,17 +88,23 @@ class NixlAgent:
         memories: Registered; must outlive the agent.
         ucx: UCX settings by their names without `UCX_`; the environment goes before them. NIXL takes
             no value with a comma.
+        package: NIXL, or what stands in for it; loaded if None.
     """
 
     def __init__(
-        self, name: str, memories: Sequence[ByteArray], *, ucx: Mapping[str, str] | None = None
+        self,
+        name: str,
+        memories: Sequence[ByteArray],
+        *,
+        ucx: Mapping[str, str] | None = None,
+        package: Any = None,
     ) -> None:
         """Takes some tenths of a second, the first time in a process.
 
         Raises:
             NixlUnusableError: Not installed, or it does not start; in words.
         """
-        package = _load()
+        package = load_nixl() if package is None else package
         self._errors = _error_types(package)
         config = package.nixl_agent_config(enable_prog_thread=False, backends=[])
         settings = ",".join(f"{key}={value}" for key, value in (ucx or {}).items())
@@ -240,7 +246,12 @@ def address_of(memory: ByteArray) -> int:
     return int(memory.ctypes.data)
 
 
-def _load() -> Any:
+def load_nixl() -> Any:
+    """NIXL's package, which has no types.
+
+    Raises:
+        NixlUnusableError: Not installed, or it cannot be loaded.
+    """
     nixl_facts()
     problems = []
     for package in _PACKAGES:

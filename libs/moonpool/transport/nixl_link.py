@@ -21,7 +21,13 @@ import numpy as np
 from moonpool.errors import TransferError
 from moonpool.kv.region import NixlAccess
 from moonpool.transport.base import ByteArray, peer_lost, read_timed_out
-from moonpool.transport.nixl_agent import Descriptors, NixlError, NixlUnusableError, address_of
+from moonpool.transport.nixl_agent import (
+    Descriptors,
+    NixlAgent,
+    NixlError,
+    NixlUnusableError,
+    address_of,
+)
 from moonpool.transport.nixl_driver import NixlDriver
 from moonpool.transport.nixl_job import NixlConnection, NixlJob, Verify, settled
 
@@ -38,9 +44,17 @@ class NixlLink:
         name: Of the agent: unique among all that meet.
         pool: The target of reads.
         ucx: See NixlAgent.
+        agent_type: NixlAgent, or what stands in for it.
     """
 
-    def __init__(self, *, name: str, pool: ByteArray, ucx: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        pool: ByteArray,
+        ucx: Mapping[str, str] | None = None,
+        agent_type: Callable[..., NixlAgent] = NixlAgent,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         #: Where probes go: nobody looks at it, so a probe need not end.
         self._scratch: ByteArray = np.zeros(_PROBE_BYTES, np.uint8)
@@ -50,6 +64,7 @@ class NixlLink:
             ucx=ucx,
             news=self,
             tell=self._loop.call_soon_threadsafe,
+            agent_type=agent_type,
         )
         self._jobs: set[NixlJob] = set()
         #: Under way, by the agent that is asked.
