@@ -1,4 +1,4 @@
-"""Workers that read prefixes from each other, over real gRPC and both transports, engines in threads."""
+"""Workers that read prefixes from each other, over real gRPC and every transport, engines in threads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.config.secret import load_or_create_secret
 from moonpool.core.protocol import Refused, RefuseReason, TokensReady
 from moonpool.core.step import StepPlan
 from moonpool.handoff.effects import FetchOutcome
 from moonpool.handoff.messages import PeerPrefix
 from moonpool.ids import Incarnation, RequestId, WorkerKey
 from moonpool.inference.request import InferenceRequest
+from moonpool.kv.block_hash import hash_blocks
+from moonpool.kv.block_key import block_keys
+from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.telemetry import names
+from support.core_cases import plant
 from support.eventually import eventually
+from support.kv import colliding
 from support.requests import make_request
 from support.router_client import RouterClient
 from support.thread_engine import ThreadEngines
@@ -61,11 +67,13 @@ async def first_tokens(client: RouterClient, request: InferenceRequest) -> Token
     return message
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "grpc"])
 async def test_a_prompt_is_served_from_a_peers_blocks(tmp_path: Path, transport: str) -> None:
     again = replace(SECOND, request_id=RequestId("r3"))
     async with fake_workers(tmp_path) as workers:
-        _, to_holder = await start(workers, "h0")
+        # NIXL costs a process: it is offered by those that take it.
+        offered = ("shm", transport, "grpc") if transport == "nixl" else ("shm", "grpc")
+        _, to_holder = await start(workers, "h0", transports=offered)
         reader, to_reader = await start(
             workers, "r0", transports=(transport,), is_transport_strict=True
         )
@@ -158,6 +166,33 @@ async def test_another_tenants_blocks_are_not_read(tmp_path: Path) -> None:
         reader, to_reader = await start(workers, "r0")
         to_reader.decode(other, peer=await warm(to_holder))
         assert await to_reader.answer(other) == expected_answer(other)
+        assert outcomes(reader) == {"absent": 1}
+
+
+async def test_blocks_that_only_share_their_keys_are_not_read(tmp_path: Path) -> None:
+    """By 64 bits, which is what routers know, the holder has the prefix."""
+    engines = ThreadEngines()
+    async with fake_workers(tmp_path) as workers:
+        holder, to_holder = await start(workers, "h0", engines=engines)
+        reader, to_reader = await start(workers, "r0")
+        secret = load_or_create_secret(holder.config.common.data_dir)
+        seed = NamespaceSeeds(holder.service.shell.hello.namespace, secret.value)(SECOND)
+        hashes = hash_blocks(seed, SECOND.prompt_token_ids[:NUM_SHARED], 16)
+        # Nothing runs there: its core is the test's.
+        plant(engines.engines[0].core, colliding(hashes))
+        other = make_request("other", prompt=8, max_tokens=1)
+        to_holder.decode(other)
+        await to_holder.answer(other)
+        kv = holder.service.shell.kv
+        assert kv.num_held(block_keys(hashes)) == NUM_SHARED // 16
+        for number, (client, peer) in enumerate(
+            ((to_reader, to_holder.peer(NUM_SHARED)), (to_holder, None))
+        ):
+            request = replace(SECOND, request_id=RequestId(f"q{number}"))
+            client.decode(request, peer=peer)
+            assert await client.answer(request) == expected_answer(request)
+            first = await first_tokens(client, request)
+            assert (first.num_cached_tokens, first.num_peer_tokens) == (0, 0)
         assert outcomes(reader) == {"absent": 1}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moonpool.core.config import CoreConfig
+from moonpool.core.core import Core
 from moonpool.core.protocol import Decode, FetchReserved, Prefill, Reply, TokensReady
 from moonpool.core.step import StepPlan
-from moonpool.ids import AttemptId, BlockHash, RequestId
+from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
 from moonpool.inference.output import FinishReason, TokenRun
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import hash_blocks
@@ -127,3 +129,12 @@ def answers(replies: list[Reply]) -> dict[str, list[int]]:
             assert first == 0 or not of_request, reply
             of_request += reply.run.token_ids
     return answer
+
+
+def plant(core: Core, hashes: Sequence[BlockHash]) -> tuple[BlockId, ...]:
+    """Have the cache hold blocks under these hashes, whatever lies in them. No request could do that."""
+    cache = core._cache
+    block_ids = cache.allocate(len(hashes))
+    cache.insert(hashes, block_ids)
+    cache.release(block_ids)
+    return block_ids

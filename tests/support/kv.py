@@ -52,9 +52,18 @@ def make_chain(tokens: Sequence[int] | str) -> list[BlockHash]:
     return hash_blocks(_SEED, token_ids, 1)
 
 
+def colliding(hashes: Sequence[BlockHash]) -> list[BlockHash]:
+    """Other hashes with the same keys: what nobody can find, but chance might bring."""
+    return [BlockHash(one[:8] + bytes(byte ^ 0xFF for byte in one[8:])) for one in hashes]
+
+
 def hold(cache: BlockCache, tokens: str) -> tuple[BlockId, ...]:
-    """What a request does: match, acquire, allocate the rest, insert. Returns its blocks."""
-    chain = make_chain(tokens)
+    """What a request does with the chain of `tokens`; returns its blocks."""
+    return hold_chain(cache, make_chain(tokens))
+
+
+def hold_chain(cache: BlockCache, chain: Sequence[BlockHash]) -> tuple[BlockId, ...]:
+    """Match, acquire, allocate the rest, insert. Returns the blocks."""
     matched = cache.match_prefix(chain).block_ids
     cache.acquire(matched)
     block_ids = matched + cache.allocate(len(chain) - len(matched))
