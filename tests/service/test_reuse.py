@@ -25,29 +25,33 @@ from moonpool.kv.asked_keys import AskedKeys
 from moonpool.kv.prefix_index import PrefixIndex
 from moonpool.routing.prefix_matcher import PrefixMatcher
 from moonpool.rpc.cache import fetch_cache_stats
+from moonpool.service.life import StopPolicy
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.wire.cache_stats import CacheStats
 from moonpool_router.books import ROUTER_METRICS, RouterBooks
 from moonpool_router.index_feed import LONG_PROMPT_TOKENS, IndexFeed
 from support.cli import cli
+from support.eventually import eventually
 from support.fake_worker import fake_worker
 from support.indexed_cluster import IndexedCluster, IndexedRouter, indexed_cluster
 from support.kv import make_model_namespace
 from support.requests import make_request
 from support.router import ask as make_ask
 from support.router import router
+from support.thread_engine import StepLog, Turnstile
+from support.worker_pair import expected_answer
 
 #: 12 blocks and 8 tokens.
 PROMPT = [7 * i % 251 for i in range(200)]
 NUM_SHARED = 192
 
 
-async def ask(router: IndexedRouter, prompt: list[int]) -> GenerationResult:
-    """5 greedy tokens through the gRPC door."""
+async def ask(router: IndexedRouter, prompt: list[int], *, max_tokens: int = 5) -> GenerationResult:
+    """Greedy tokens through the gRPC door."""
     async with AsyncClient(router.address) as client:
         return await client.complete(
-            token_ids=prompt, max_tokens=5, temperature=0.0, seed=1, ignore_eos=True
+            token_ids=prompt, max_tokens=max_tokens, temperature=0.0, seed=1, ignore_eos=True
         )
 
 
@@ -229,6 +233,57 @@ async def test_after_a_death_the_least_that_an_attempt_found_counts(tmp_path: Pa
             )
             assert (counted.num_device_tokens, counted.num_peer_tokens) == (64, 32)
             assert missed(counted) == {"cold": NUM_SHARED - 96}
+
+
+@pytest.mark.parametrize("is_source_left", [True, False])
+async def test_after_a_migration_cached_is_what_no_engine_has_computed(
+    tmp_path: Path, is_source_left: bool
+) -> None:
+    """The decode worker is stopped in the middle of an answer; with it goes the prefill worker, or does not."""
+    log = StepLog()
+    turnstile = Turnstile(log)
+    at_once = StopPolicy(drain_grace_s=0.0, drain_timeout_s=0.0)
+    async with indexed_cluster(tmp_path) as cluster:
+        router = await cluster.start_router(
+            local_prefill_tokens=64, placement={"disagg": "threshold"}
+        )
+        prefill = await cluster.start_worker("p0", role="prefill", gate=log)
+        decode = await cluster.start_worker("d0", role="decode", gate=turnstile, policy=at_once)
+        await router.follows(prefill, decode)
+        await ask(router, PROMPT[:104])
+        await router.follows(prefill, decode)
+
+        log.forget()
+        turnstile.close(num_steps=3)
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(ask(router, PROMPT, max_tokens=60))
+            await eventually(lambda: turnstile.is_reached, timeout_s=5, what="it is in the middle")
+            other = await cluster.start_worker("d1", role="decode", gate=log)
+            await router.meets(prefill, decode, other)
+            if not is_source_left:
+                await prefill.stop()
+                await router.meets(decode, other)
+            decode.worker.running.request_stop()
+
+            def is_answered() -> bool:
+                turnstile.let_pass()
+                return asking.done()
+
+            await eventually(is_answered, timeout_s=10, what="another one has gone on")
+        answered = asking.result()
+        assert answered.placement.decode_worker == "d1"
+        request = make_request(prompt=PROMPT, max_tokens=60, seed=1, ignore_eos=True)
+        assert list(answered.token_ids) == expected_answer(request)
+        # Six blocks were there from the first prompt. The second attempt finds all full blocks, or nothing.
+        times = log.times_computed(len(PROMPT))
+        if is_source_left:
+            assert cached(answered) == (96, 0)
+            assert times.total() == (len(PROMPT) - 96) + (len(PROMPT) - NUM_SHARED)
+        else:
+            assert cached(answered) == (0, 0)
+            assert times.total() == (len(PROMPT) - 96) + len(PROMPT)
+        assert answered.usage.num_cached_tokens == len(PROMPT) - len(times)
+        await other.worker.until_quiet()
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

@@ -17,7 +17,7 @@ from moonpool.config.secret import load_or_create_secret
 from moonpool.ids import WorkerKey
 from moonpool.inference.request import InferenceRequest
 from moonpool.routing.prefix_matcher import PrefixMatcher
-from moonpool.service.life import ReadyFacts, running
+from moonpool.service.life import ReadyFacts, StopPolicy, running
 from moonpool.telemetry.names import Metric
 from moonpool_router.app import RouterService, build
 from support.eventually import eventually
@@ -87,6 +87,15 @@ class IndexedRouter:
     def render_metrics(self) -> str:
         return self._service.render_metrics().decode()
 
+    async def meets(self, *workers: IndexedWorker) -> None:
+        """These workers have joined, and no other is left."""
+        keys = {worker.key for worker in workers}
+        await eventually(
+            lambda: set(self._service.index.workers) == keys,
+            timeout_s=_WAIT_S,
+            what="the router knows its workers",
+        )
+
     async def follows(self, *workers: IndexedWorker) -> None:
         """The index says of these workers, and of no other, what their caches hold."""
 
@@ -126,13 +135,14 @@ class IndexedCluster:
         *,
         role: str = "both",
         gate: Gate | None = None,
+        policy: StopPolicy | None = None,
         **settings: Any,
     ) -> IndexedWorker:
         config = worker_config(self.data_dir, self._model, worker_id, role, **settings)
         stack = await self._stack.enter_async_context(AsyncExitStack())
         bus = LossyBus(NatsBus(self.nats.url, name=worker_id))
         worker = await stack.enter_async_context(
-            running_worker(config, bus, start_engine=ThreadEngines(gate))
+            running_worker(config, bus, start_engine=ThreadEngines(gate), policy=policy)
         )
         client = await stack.enter_async_context(worker.router("hands"))
         return IndexedWorker(worker, client, bus, stack)

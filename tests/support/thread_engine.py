@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -208,3 +209,49 @@ class LayerGate:
 
     def open(self) -> None:
         self._may_go.set()
+
+
+class StepLog:
+    """A gate that notes which positions engines compute; give it to all of a cluster. Holds nobody up."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []
+
+    def __call__(self, plan: StepPlan, layer: int) -> None:
+        if layer == 0:
+            self._spans += [(row.start, row.end) for row in plan.rows]
+
+    def forget(self) -> None:
+        self._spans.clear()
+
+    def times_computed(self, num_tokens: int) -> Counter[int]:
+        """How often each of a request's first positions was computed, if there was no other request."""
+        return Counter(
+            position
+            for start, end in self._spans
+            for position in range(start, min(end, num_tokens))
+        )
+
+
+class Turnstile:
+    """A gate behind another one. Once closed it lets an engine take some steps, and then one each time."""
+
+    def __init__(self, inner: Gate) -> None:
+        self._inner = inner
+        self._is_closed = False
+        self._permits = threading.Semaphore(0)
+        #: An engine has come to the end of its steps.
+        self.is_reached = False
+
+    def close(self, *, num_steps: int) -> None:
+        self._permits.release(num_steps)
+        self._is_closed = True
+
+    def let_pass(self) -> None:
+        self._permits.release()
+
+    def __call__(self, plan: StepPlan, layer: int) -> None:
+        self._inner(plan, layer)
+        if layer == 0 and self._is_closed and not self._permits.acquire(blocking=False):
+            self.is_reached = True
+            assert self._permits.acquire(timeout=20), "nobody let the engine pass"
