@@ -52,6 +52,7 @@ from moonpool.ids import RequestId
 from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.block_hash import NamespaceSeed
+from moonpool.memory.heap import keep_freed_memory
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.native import kernels
 from moonpool.wire.engine_messages import TimedFrame
@@ -193,16 +194,17 @@ class Engine:
         with theirs, subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL), ours:
             theirs.close()
             failpoints = Failpoints.parse("", is_allowed=True)
-            run_engine_loop(
-                link=TimedLink(ours, times, list(self._commands(batch, sampling))),
-                core=TimedCore(self._config, times),
-                runner=TimedRunner(self._runner, times),
-                mark=LayerMarker(
-                    memory=self._memory, kernels=kernels(), layer_group=4, failpoints=failpoints
-                ),
-                clock=SystemClock(),
-                failpoints=failpoints,
-            )
+            with torch.inference_mode():
+                run_engine_loop(
+                    link=TimedLink(ours, times, list(self._commands(batch, sampling))),
+                    core=TimedCore(self._config, times),
+                    runner=TimedRunner(self._runner, times),
+                    mark=LayerMarker(
+                        memory=self._memory, kernels=kernels(), layer_group=4, failpoints=failpoints
+                    ),
+                    clock=SystemClock(),
+                    failpoints=failpoints,
+                )
         return times
 
     def close(self) -> None:
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     engine = Engine(
         resolve(args.model, can_pull=True),
         batch=max(args.batches),

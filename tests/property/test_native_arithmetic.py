@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moonpool import native
 from moonpool.inference.rng import uniforms
 from moonpool.kv.layout import KvLayout
-from moonpool.native import DRAW_DTYPE, LeafGeometry
+from moonpool.native import DRAW_DTYPE, LINEAR_PANEL, LeafGeometry
 from moonpool.native.binding import load_library
 from moonpool.native.compiled import CompiledRowKernels
 from moonpool.native.compiled_attention import CompiledAttention
@@ -93,6 +93,38 @@ def test_products(
     expected = x.astype(np.float64) @ exact.T + (0 if bias is None else bias)
     np.testing.assert_allclose(y.array, expected, rtol=1e-4, atol=1e-4)
     y.check()
+
+
+@isas
+@given(
+    num_rows=st.integers(0, 12),
+    num_out=st.integers(1, 200),
+    flaw=st.sampled_from([None, np.nan, np.inf, -np.inf]),
+    seed=seeds,
+)
+@settings(max_examples=25)
+def test_the_largest_of_each_panel(
+    isa: str, num_rows: int, num_out: int, flaw: float | None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = misaligned(rng.standard_normal((num_rows, 5)))
+    weight = rng.standard_normal((num_out, 5)).astype(np.float32)
+    if flaw is not None:
+        weight[seed % num_out, seed % 5] = flaw
+    linear = CompiledLinear(LIBRARY, weight, None, isa=isa)
+    y, same, largest = (
+        Guarded(num_rows, size) for size in (num_out, num_out, -(-num_out // LINEAR_PANEL))
+    )
+    linear.multiply(x.ctypes.data, num_rows, same.array.ctypes.data)
+    linear.multiply(x.ctypes.data, num_rows, y.array.ctypes.data, largest.array.ctypes.data)
+    np.testing.assert_array_equal(y.array, same.array)
+    starts = range(0, num_out, LINEAR_PANEL)
+    for row, found in zip(y.array, largest.array, strict=True):
+        for start, top in zip(starts, found, strict=True):
+            panel = row[start : start + LINEAR_PANEL]
+            assert top == panel.max() if np.isfinite(panel).all() else np.isnan(top)
+    y.check()
+    largest.check()
 
 
 @isas
@@ -235,7 +267,11 @@ def test_tokens(
     draws = np.array([(temperature, top_p, number, top_k) for number in numbers], DRAW_DTYPE)
     if seed % 5 == 0:
         logits[1, seed % size] = (np.nan, np.inf, -np.inf)[seed % 3]
-    found = CompiledSampleKernel(LIBRARY, isa=isa).sample(logits.ctypes.data, size, draws)
+    kernel = CompiledSampleKernel(LIBRARY, isa=isa)
+    found = kernel.sample(logits.ctypes.data, size, draws)
+    largest = largest_of_panels(logits)
+    told = kernel.sample(logits.ctypes.data, size, draws, largest.ctypes.data)
+    np.testing.assert_array_equal(told, found)
     for row in range(3):
         wide = logits[row].astype(np.float64)
         if not np.isfinite(wide).all():
@@ -245,6 +281,17 @@ def test_tokens(
         else:
             weights = np.exp((wide - wide.max()) / temperature)
             assert is_drawn(int(found[row]), wide, weights, top_k, top_p, numbers[row])
+
+
+def largest_of_panels(logits: np.ndarray) -> np.ndarray:
+    """What the product that made them would tell."""
+    starts = range(0, logits.shape[1], LINEAR_PANEL)
+    panels = [logits[:, start : start + LINEAR_PANEL] for start in starts]
+    tops = [
+        np.where(np.isfinite(panel).all(1), panel.max(1), np.nan).astype(np.float32)
+        for panel in panels
+    ]
+    return np.ascontiguousarray(np.stack(tops, 1))
 
 
 def is_drawn(

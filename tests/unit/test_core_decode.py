@@ -268,6 +268,22 @@ def test_what_has_arrived_is_found_by_a_new_attempt() -> None:
     assert worker.step(ReadEnded(attempt_id=ident(attempt=2))).ledger.is_quiet
 
 
+def test_what_arrived_for_another_request_does_not_come_into_a_block_that_begins_anew() -> None:
+    worker = make_worker(num_blocks=2)
+    reserve_and_read(worker, make_request(prompt=6, max_tokens=2), 4)
+    worker.step(
+        BlocksArrived(attempt_id=ident(), num_tokens=4),
+        Abort(attempt_id=ident()),
+        ReadEnded(attempt_id=ident()),
+        reserve(make_request("r2", prompt=3, max_tokens=1)),
+        # The other block is taken: this one evicts what arrived.
+        decode_here(make_request("r3", prompt=2, max_tokens=2)),
+    )
+    (plan,) = worker.runner.plans
+    assert plan.zero_tails.tolist() == [[0, 2]]
+    assert plan.arrived_block_ids.tolist() == []
+
+
 @pytest.mark.parametrize("num_arrived", [0, 3, 4, 8, 9, 12])
 def test_a_missing_tail_is_repaired_here(num_arrived: int) -> None:
     worker = make_worker(local_prefill_tokens=16)

@@ -27,7 +27,8 @@ def build_plan(
     block gets them too: a decode worker reads it.
 
     Whatever a block held before, it may be another tenant's: the step that writes the first token into
-    it zeroes the slots that it does not fill.
+    it zeroes the slots that it does not fill. What arrived in it for a request that ended since is not
+    taken in: it would come over the zeros.
     """
     leaf_block_ids: list[int] = []
     zero_tails: list[tuple[int, int]] = []
@@ -42,6 +43,9 @@ def build_plan(
                 zero_tails.append((state.block_ids[last], row.end % size))
             if state.role is Role.PREFILL and row.is_sampling:
                 leaf_block_ids.append(state.block_ids[last])
+    begun = {block_id for block_id, _ in zero_tails}
+    if begun:
+        arrived_block_ids = [block for block in arrived_block_ids if block not in begun]
     return StepPlan(
         step=step,
         rows=tuple(_step_row(row) for row in rows),

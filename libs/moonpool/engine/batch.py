@@ -12,6 +12,7 @@ Page tables are int32 in FlashInfer's CSR form: the blocks of row r are
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,35 +115,39 @@ def build_batch(plan: StepPlan, last_tokens: Int64Array, block_size: int) -> Ste
 def _decode_batch(rows: Sequence[StepRow], last_tokens: Int64Array, block_size: int) -> StepBatch:
     """The same for rows of one token that all draw: nothing to sort, and few operations for each row."""
     num_rows = len(rows)
-    starts = _int64([row.start for row in rows])
-    slots = _int64([row.slot for row in rows])
+    starts = [row.start for row in rows]
     tables = [row.block_tables[0] for row in rows]
-    kv_indptr = _indptr(_int64([len(table) for table in tables]))
+    ends = list(itertools.accumulate([start // block_size + 1 for start in starts]))
     kv_indices = np.concatenate(tables)
-    offsets = starts % block_size
-    assert (starts // block_size + 1 == np.diff(kv_indptr)).all(), rows
+    assert ends[-1] == len(kv_indices), rows
+    slots = _int64([row.slot for row in rows])
     token_ids = last_tokens[slots]
     for index, row in enumerate(rows):
         if len(row.token_ids):
             token_ids[index] = row.token_ids[0]
+    offsets = [start % block_size for start in starts]
     tokens = np.arange(num_rows + 1)
     return StepBatch(
         pages=PageTables(
             num_decode_rows=num_rows,
-            qo_indptr=tokens.astype(np.int32),
-            kv_indptr=kv_indptr.astype(np.int32),
+            qo_indptr=_int32(range(num_rows + 1)),
+            kv_indptr=_int32([0, *ends]),
             kv_indices=kv_indices,
-            kv_last_page_len=(offsets + 1).astype(np.int32),
+            kv_last_page_len=_int32([offset + 1 for offset in offsets]),
             block_size=block_size,
         ),
         token_ids=token_ids,
-        positions=starts,
-        block_ids=kv_indices[kv_indptr[1:] - 1].astype(np.int64),
-        block_offsets=offsets,
+        positions=_int64(starts),
+        block_ids=_int64([table[-1] for table in tables]),
+        block_offsets=_int64(offsets),
         sample_tokens=tokens[:num_rows],
         sample_slots=slots,
         samples=tuple([row.sample for row in rows if row.sample is not None]),
     )
+
+
+def _int32(values: Sequence[int]) -> Int32Array:
+    return np.array(values, dtype=np.int32)
 
 
 def _int64(values: Sequence[int]) -> Int64Array:

@@ -81,6 +81,11 @@ class KvPool:
         # Elements from a block's start to each (plane, head), shape [2, kv_heads].
         planes = np.arange(2, dtype=np.int64)[:, None] * self._plane
         self._head_offsets = planes + np.arange(self.num_kv_heads, dtype=np.int64) * head_run
+        # In rows of a token: from block to block, from slot to slot, and to all of one token.
+        width = self._token_width
+        self._block_rows, self._slot_rows = self._block // width, self.head_dim // width
+        heads_of_token = self._head_offsets.reshape(-1, 1) // width
+        self._token_offsets = (heads_of_token + np.arange(self._slot_rows)).reshape(-1)
 
     @property
     def _strides(self) -> tuple[int, int, int]:
@@ -88,18 +93,15 @@ class KvPool:
 
     def token_index(self, block_ids: Int64Array, offsets: Int64Array) -> Tensor:
         """Rows to write for tokens in slots `offsets` of `block_ids`, order [token, plane, head]."""
-        start = block_ids * self._block + offsets * self.head_dim
-        return self._row_index(start[:, None, None] + self._head_offsets, self._token_width)
+        first = block_ids * self._block_rows + offsets * self._slot_rows
+        return torch.from_numpy((first[:, None] + self._token_offsets).reshape(-1))
 
     def head_index(self, block_ids: Int64Array) -> Tensor:
         """Rows to read for `block_ids` [rows, blocks], in the order [plane, row, head, block]."""
         start = (block_ids * self._block)[None, :, None, :]
         runs = start + self._head_offsets[:, None, :, None]
-        return self._row_index(runs, self._head_width, self.block_size * self.head_dim)
-
-    def _row_index(self, elements: Int64Array, width: int, run: int | None = None) -> Tensor:
-        num_rows = (self.head_dim if run is None else run) // width
-        first = elements.reshape(-1, 1) // width
+        first = runs.reshape(-1, 1) // self._head_width
+        num_rows = self.block_size * self.head_dim // self._head_width
         return torch.from_numpy((first + np.arange(num_rows, dtype=np.int64)).reshape(-1))
 
     def write(self, layer: int, token_index: Tensor, kv: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moonpool.core.config import Quantization
-from moonpool.native import Kernels, PackedLinear
+from moonpool.native import LINEAR_PANEL, Kernels, PackedLinear
 
 #: Rows that oneDNN's packing is chosen for: a small decode batch. Prefill loses nothing by it.
 _TYPICAL_ROWS = 8
@@ -74,7 +74,7 @@ class Linear:
         if self._native is not None:
             if x.dtype is not self._dtype:
                 raise ValueError(f"x is {x.dtype}, not {self._dtype}")
-            return _multiply(self._native, x.float()).to(self._dtype)
+            return _multiply(self._native, x.float())[0].to(self._dtype)
         if self._plain is not None and (self._packed is None or len(x) == 1):
             return functional.linear(x, self._plain, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -82,15 +82,27 @@ class Linear:
         )
         return out
 
+    def surveyed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same, and float32[rows, panels] of what PackedLinear calls `largest`, if it was noted."""
+        if self._native is None or self._dtype is not torch.float32:
+            return self(x), None
+        return _multiply(self._native, x, is_surveyed=True)
 
-def _multiply(linear: PackedLinear, x: Tensor) -> Tensor:
+
+def _multiply(
+    linear: PackedLinear, x: Tensor, *, is_surveyed: bool = False
+) -> tuple[Tensor, Tensor | None]:
     num_rows, num_in = x.shape
     if num_in != linear.num_in:
         raise ValueError(f"x is {list(x.shape)}, not [rows, {linear.num_in}]")
     x = x.contiguous()
     out = x.new_empty((num_rows, linear.num_out))
-    linear.multiply(x.data_ptr(), num_rows, out.data_ptr())
-    return out
+    if not is_surveyed:
+        linear.multiply(x.data_ptr(), num_rows, out.data_ptr())
+        return out, None
+    largest = x.new_empty((num_rows, -(-linear.num_out // LINEAR_PANEL)))
+    linear.multiply(x.data_ptr(), num_rows, out.data_ptr(), largest.data_ptr())
+    return out, largest
 
 
 def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

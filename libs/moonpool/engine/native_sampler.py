@@ -23,8 +23,13 @@ class Sampler:
         """`kernels` draw from float32; logits of another dtype are torch's."""
         self._native = kernels.sample_kernel()
 
-    def sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
-        """One token per row of `logits` float[rows, vocab], None where a row is not finite."""
+    def sample(
+        self, logits: Tensor, specs: Sequence[SampleSpec], largest: Tensor | None = None
+    ) -> list[int | None]:
+        """One token per row of `logits` float[rows, vocab], None where a row is not finite.
+
+        `largest` is what Linear.surveyed says beside the logits: with it hardly a logit is read again.
+        """
         if self._native is None or logits.dtype is not torch.float32:
             return sample(logits, specs)
         if logits.ndim != 2 or len(logits) != len(specs):
@@ -42,5 +47,7 @@ class Sampler:
                 [specs[row].position for row in drawn],
             )
         logits = logits.contiguous()
-        tokens: list[int] = self._native.sample(logits.data_ptr(), logits.shape[1], draws).tolist()
+        tokens: list[int] = self._native.sample(
+            logits.data_ptr(), logits.shape[1], draws, 0 if largest is None else largest.data_ptr()
+        ).tolist()
         return [token if token >= 0 else None for token in tokens]

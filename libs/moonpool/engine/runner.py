@@ -67,6 +67,8 @@ class ModelRunner:
 
     def run(self, plan: StepPlan, mark: LayerMark) -> StepResult:
         """Computes the plan; `mark.layer_done` is called once for every layer, in order."""
+        if torch.is_inference_mode_enabled():
+            return self._run(plan, mark)
         with torch.inference_mode():
             return self._run(plan, mark)
 
@@ -92,9 +94,9 @@ class ModelRunner:
         drawn: list[int | None] = []
         headed = forwarded
         if hidden is not None:
-            logits = self._model.lm_head(hidden)
+            logits, largest = self._model.lm_head.surveyed(hidden)
             headed = self._seconds()
-            drawn = self._sampler.sample(logits, batch.samples)
+            drawn = self._sampler.sample(logits, batch.samples, largest)
         sampled = self._seconds()
         # A row that drew nothing ends: what its slot holds is of no account.
         self._last_tokens[batch.sample_slots] = [token or 0 for token in drawn]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from moonpool.native.geometry import (
     DRAW_DTYPE,
     LEAF_CHECK_DTYPE,
+    LINEAR_PANEL,
     LeafCheckArray,
     LeafGeometry,
     RangeError,
@@ -38,6 +39,7 @@ from moonpool.native.loading import NativeStatus, kernels, status
 __all__ = [
     "DRAW_DTYPE",
     "LEAF_CHECK_DTYPE",
+    "LINEAR_PANEL",
     "ControlPage",
     "CopyCancelledError",
     "CopyQueue",

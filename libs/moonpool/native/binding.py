@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -229,14 +229,14 @@ def load_library(path: Path) -> NativeLibrary:
                 pointer,
             )
         ),
-        mp_multiply=(None, pointer, pointer, int64, pointer),
+        mp_multiply=(None, pointer, pointer, int64, pointer, pointer),
         mp_attend=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
         mp_attend_chunks=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
         mp_attend_chunks_work=(int64, pointer, int64),
         mp_gather=(None, pointer, pointer, ctypes.c_char_p, int64),
         mp_rms_norm=(None, pointer, pointer, ctypes.c_float, int64, int64, pointer),
         mp_silu_mul=(None, pointer, int64, int64, pointer),
-        mp_sample=(None, pointer, int64, int64, pointer, pointer, pointer),
+        mp_sample=(None, pointer, pointer, int64, int64, pointer, pointer, pointer),
         mp_queue_create=(pointer, int32),
         mp_queue_close=(None, pointer),
     )

@@ -60,6 +60,7 @@ class CompiledAttention:
         self._rows, self._decodes, self._chunks = (AttentionRowsStruct() for _ in range(3))
         self._planned: tuple[object, ...] = ()
         self._work = np.empty(0, np.float32)
+        self._work_address = 0
         self._attend = library.kernel("mp_attend", isa)
         self._attend_chunks = library.kernel("mp_attend_chunks", isa)
 
@@ -86,7 +87,7 @@ class CompiledAttention:
             self._grow(self._library.working.mp_attend_chunks_work(attention, max_length))
         self._planned = (qo_indptr, indptr, indices, lengths)
         qo, offsets, blocks = (address_of(one, np.int32) for one in (qo_indptr, indptr, indices))
-        all_lengths, work = address_of(lengths, np.int64), address_of(self._work, np.float32)
+        all_lengths = address_of(lengths, np.int64)
         for rows, first, last in (
             (self._rows, 0, num_rows),
             (self._decodes, 0, num_decode_rows),
@@ -99,7 +100,7 @@ class CompiledAttention:
             rows.indptr = offsets + first * _INT32_BYTES
             rows.indices = blocks
             rows.lengths = all_lengths + first * _INT64_BYTES
-            rows.work = work
+            rows.work = self._work_address
 
     def run(
         self, layer: int, query: int, query_stride: int, out: int, *, is_last_only: bool = False
@@ -122,3 +123,4 @@ class CompiledAttention:
     def _grow(self, num_floats: int) -> None:
         if len(self._work) < num_floats:
             self._work = np.empty(num_floats + num_floats // 2, np.float32)
+            self._work_address = address_of(self._work, np.float32)

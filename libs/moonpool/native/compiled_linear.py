@@ -8,10 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpool.native.binding import LinearStruct, NativeLibrary, address_of
-from moonpool.native.geometry import Float32Array, WeightArray
+from moonpool.native.geometry import LINEAR_PANEL, Float32Array, WeightArray
 
-#: MP_LINEAR_PANEL of src/moonpool_native.h: outputs that lie side by side.
-_PANEL = 16
 _CACHE_LINE_BYTES = 64
 #: MP_FLOAT32, MP_BFLOAT16 and MP_INT8, and how many inputs a step of 64 bytes holds.
 _FORMATS = {np.dtype(np.float32): (0, 1), np.dtype(np.uint16): (1, 2), np.dtype(np.int8): (2, 4)}
@@ -42,7 +40,7 @@ class CompiledLinear:
         self.size_bytes = panels.nbytes
         self._kept_alive = (panels, padded_scale, padded_bias)
         self._struct = LinearStruct(
-            panels=address_of(panels, np.uint32, panels.shape[1:]),
+            panels=address_of(panels, np.uint32, (-(-self.num_in // per_step), LINEAR_PANEL)),
             scale=None if padded_scale is None else address_of(padded_scale, np.float32),
             bias=None if padded_bias is None else address_of(padded_bias, np.float32),
             num_in=self.num_in,
@@ -57,20 +55,20 @@ class CompiledLinear:
             raise ValueError(
                 f"{name} is {values.dtype}{list(values.shape)}, not float32[{self.num_out}]"
             )
-        padded = np.zeros(-(-self.num_out // _PANEL) * _PANEL, np.float32)
+        padded = np.zeros(-(-self.num_out // LINEAR_PANEL) * LINEAR_PANEL, np.float32)
         padded[: self.num_out] = values
         return padded
 
-    def multiply(self, x: int, num_rows: int, y: int) -> None:
-        self._multiply(self._address, x, num_rows, y)
+    def multiply(self, x: int, num_rows: int, y: int, largest: int = 0) -> None:
+        self._multiply(self._address, x, num_rows, y, largest or None)
 
 
 def _packed(weight: WeightArray, inputs_per_step: int) -> npt.NDArray[np.uint32]:
     """uint32[panels, steps, 16] at a cache line: a lane holds an output's inputs, or int8's outputs."""
     num_out, num_in = weight.shape
-    num_panels = -(-num_out // _PANEL)
+    num_panels = -(-num_out // LINEAR_PANEL)
     num_steps = -(-num_in // inputs_per_step)
-    shape = (num_panels * _PANEL, num_steps * inputs_per_step)
+    shape = (num_panels * LINEAR_PANEL, num_steps * inputs_per_step)
     if shape != weight.shape or not weight.flags.c_contiguous:
         padded = np.zeros(shape, weight.dtype)
         padded[:num_out, :num_in] = weight
@@ -78,9 +76,9 @@ def _packed(weight: WeightArray, inputs_per_step: int) -> npt.NDArray[np.uint32]
     memory = np.empty(weight.nbytes + _CACHE_LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % _CACHE_LINE_BYTES
     panels = memory[start : start + weight.nbytes].view(np.uint32)
-    panels = panels.reshape(num_panels, num_steps, _PANEL)
+    panels = panels.reshape(num_panels, num_steps, LINEAR_PANEL)
     # int8 of one input stand side by side, wider ones side by side in a lane.
     unit = np.dtype(np.int8 if weight.dtype == np.int8 else np.uint32)
-    units = weight.view(unit).reshape(num_panels, _PANEL, -1)
-    panels.view(unit).reshape(num_panels, -1, _PANEL)[...] = units.transpose(0, 2, 1)
+    units = weight.view(unit).reshape(num_panels, LINEAR_PANEL, -1)
+    panels.view(unit).reshape(num_panels, -1, LINEAR_PANEL)[...] = units.transpose(0, 2, 1)
     return panels

@@ -15,6 +15,8 @@ Int64Array = npt.NDArray[np.int64]
 DigestArray = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
+#: MP_LINEAR_PANEL of src/moonpool_native.h: outputs of a product that lie side by side.
+LINEAR_PANEL = 16
 #: float32, bfloat16 as the uint16 of its bits, or int8 in shares of its output's scale.
 WeightArray = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.int8]
 #: An array of LEAF_CHECK_DTYPE.

@@ -216,10 +216,14 @@ class PackedLinear(Protocol):
     #: Of the packed weight.
     size_bytes: int
 
-    def multiply(self, x: int, num_rows: int, y: int) -> None:
-        """Addresses of contiguous float32[num_rows, num_in] and float32[num_rows, num_out].
+    def multiply(self, x: int, num_rows: int, y: int, largest: int = 0) -> None:
+        """Addresses are not checked: a check would cost as much as the call.
 
-        They are not checked: a check would cost as much as the call.
+        Args:
+            x: Address of contiguous float32[num_rows, num_in].
+            y: Of contiguous float32[num_rows, num_out].
+            largest: Unless it is 0, of contiguous float32[num_rows, ceil(num_out / LINEAR_PANEL)]: the
+                largest output of each panel, NaN if one of them is not finite.
         """
         ...
 
@@ -284,12 +288,14 @@ class RowKernels(Protocol):
 class SampleKernel(Protocol):
     """From logits to tokens, as engine/sampler.py says. A row's token does not depend on the others."""
 
-    def sample(self, logits: int, size: int, draws: DrawArray) -> Int64Array:
+    def sample(self, logits: int, size: int, draws: DrawArray, largest: int = 0) -> Int64Array:
         """int64[rows]: one token for each row; -1 for a row that is not finite.
 
         Args:
             logits: Address of contiguous float32[rows, size]; not checked.
             draws: How each row is drawn from.
+            largest: 0, or what the product that made the logits says of its panels: the logits are then
+                read in few places only.
         """
         ...
 

@@ -14,7 +14,8 @@ How a read goes, from the thread's side
 A job that is dropped before 1 is not posted. A READ in flight cannot be recalled, so a job that is dropped
 later still ends by 3, if it must by the fence: the whole agent is torn down, and with it every connection and
 every job; the next connection makes a new agent. That costs other peers' readers theirs, so it comes only to a
-peer that is reached through its own software (TCP) and stands still:
+peer that is reached through its own software (TCP) and seems to stand still. Only the end of a READ shows that
+something moved, so one READ that is long enough may be taken for that:
 - nobody waits for anything of it any more, and for FENCE_S none of it has ended; or
 - somebody does, who may be waiting for a long READ, but for STANDSTILL_S none of it has ended.
 """

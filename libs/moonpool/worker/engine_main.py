@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import structlog
+import torch
 
 from moonpool.clock import SystemClock
 from moonpool.config.schema import TelemetrySettings
@@ -100,19 +101,21 @@ def _run(link: EngineLink, boot: EngineBoot) -> int:
         device=boot.device,
         load_s=round(load_s, 2),
     )
-    run_engine_loop(
-        link=link,
-        core=Core(boot.core, NamespaceSeeds(boot.namespace, boot.secret)),
-        runner=runner,
-        mark=LayerMarker(
-            memory=memory,
-            kernels=kernels(),
-            layer_group=boot.layer_group,
+    # Once, not in each step: that costs more than its batch's arrays.
+    with torch.inference_mode():
+        run_engine_loop(
+            link=link,
+            core=Core(boot.core, NamespaceSeeds(boot.namespace, boot.secret)),
+            runner=runner,
+            mark=LayerMarker(
+                memory=memory,
+                kernels=kernels(),
+                layer_group=boot.layer_group,
+                failpoints=failpoints,
+            ),
+            clock=SystemClock(),
             failpoints=failpoints,
-        ),
-        clock=SystemClock(),
-        failpoints=failpoints,
-    )
+        )
     return 0
 
 

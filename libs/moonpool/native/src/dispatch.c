@@ -5,14 +5,15 @@
     uint64_t mp_leaf_digest_##isa(const uint8_t *, int64_t, int64_t, int64_t);              \
     void mp_copy_##isa(uint8_t *, const uint8_t *, int64_t);                                \
     void mp_copy_out_##isa(uint8_t *, const uint8_t *, int64_t);                            \
-    void mp_multiply_##isa(const mp_linear *, const float *, int64_t, float *);             \
+    void mp_multiply_##isa(const mp_linear *, const float *, int64_t, float *, float *);    \
     void mp_attend_##isa(const mp_attention *, int64_t, const mp_attention_rows *,          \
                          const float *, int64_t, float *, mp_result *);                     \
     void mp_attend_chunks_##isa(const mp_attention *, int64_t, const mp_attention_rows *,   \
                                 const float *, int64_t, float *, mp_result *);              \
     void mp_rms_norm_##isa(const float *, const float *, float, int64_t, int64_t, float *); \
     void mp_silu_mul_##isa(const float *, int64_t, int64_t, float *);                       \
-    void mp_sample_##isa(const float *, int64_t, int64_t, const mp_draw *, uint64_t *, int64_t *);
+    void mp_sample_##isa(const float *, const float *, int64_t, int64_t, const mp_draw *,   \
+                         uint64_t *, int64_t *);
 
 #define CHOOSE(isa)                              \
     do {                                         \
@@ -72,9 +73,10 @@ MP_EXPORT uint64_t mp_digest(const uint8_t *bytes, int64_t num_bytes)
     return mp_leaf_digest(bytes, num_bytes, num_bytes, 1);
 }
 
-MP_EXPORT void mp_multiply(const mp_linear *linear, const float *x, int64_t num_rows, float *y)
+MP_EXPORT void mp_multiply(const mp_linear *linear, const float *x, int64_t num_rows, float *y,
+                           float *largest)
 {
-    multiply(linear, x, num_rows, y);
+    multiply(linear, x, num_rows, y, largest);
 }
 
 MP_EXPORT void mp_attend(const mp_attention *attention, int64_t layer,
@@ -107,8 +109,8 @@ MP_EXPORT void mp_silu_mul(const float *x, int64_t num_rows, int64_t size, float
     silu_mul(x, num_rows, size, y);
 }
 
-MP_EXPORT void mp_sample(const float *logits, int64_t num_rows, int64_t size, const mp_draw *draws,
-                         uint64_t *work, int64_t *tokens)
+MP_EXPORT void mp_sample(const float *logits, const float *largest, int64_t num_rows, int64_t size,
+                         const mp_draw *draws, uint64_t *work, int64_t *tokens)
 {
-    sample(logits, num_rows, size, draws, work, tokens);
+    sample(logits, largest, num_rows, size, draws, work, tokens);
 }

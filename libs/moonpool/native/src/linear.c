@@ -216,8 +216,41 @@ static void any_tile(const mp_linear *linear, int64_t num_rows, int num_vectors,
     switch (num_rows * 16 + num_vectors) { TILES(CALL_TILE) }
 }
 
+/*
+ * What a tile has just stored, by panels: its largest output, NaN if one is not finite. A tile may be a part
+ * of a panel.
+ */
+static void survey(const mp_linear *linear, int64_t num_rows, int num_vectors, int64_t vector,
+                   const float *y, float *largest)
+{
+    const int64_t num_panels = (linear->num_out + MP_LINEAR_PANEL - 1) / MP_LINEAR_PANEL;
+    const int64_t first = vector * LANES, end = first + num_vectors * LANES;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *outputs = y + row * linear->num_out;
+        for (int64_t at = first; at < end && at < linear->num_out;) {
+            const int64_t panel = at / MP_LINEAR_PANEL;
+            const int is_begun = at % MP_LINEAR_PANEL != 0;
+            floats top = (floats){0} + outputs[at], flaw = top - top;
+            for (; at < end && at < linear->num_out && at / MP_LINEAR_PANEL == panel; at += LANES) {
+                floats value = (floats){0} + outputs[at];
+                if (linear->num_out - at >= LANES)
+                    value = *(const stored_floats *)(outputs + at);
+                else
+                    memcpy(&value, outputs + at, (size_t)(linear->num_out - at) * sizeof(float));
+                top = larger(value, top);
+                flaw += value - value;
+            }
+            float *told = largest + row * num_panels + panel;
+            const float found = largest_of_lanes(top) + sum_of_lanes(flaw);
+            if (!is_begun || found > *told || found != found)
+                *told = found;
+        }
+    }
+}
+
 /* Few enough rows that their inputs stay in the cache. */
-static void multiply(const mp_linear *linear, const float *x, int64_t num_rows, float *y)
+static void multiply(const mp_linear *linear, const float *x, int64_t num_rows, float *y,
+                     float *largest)
 {
     const int64_t panel_bytes = bytes_of_panel(linear);
     const int64_t num_panels = (linear->num_out + MP_LINEAR_PANEL - 1) / MP_LINEAR_PANEL;
@@ -238,21 +271,27 @@ static void multiply(const mp_linear *linear, const float *x, int64_t num_rows, 
             const int64_t count = num_rows / num_parts + (part < num_rows % num_parts);
             any_tile(linear, count, num_vectors, vector, next, x + row * linear->num_in,
                      y + row * linear->num_out);
+            if (largest)
+                survey(linear, count, num_vectors, vector, y + row * linear->num_out,
+                       largest + row * num_panels);
             next.at += panel_bytes / num_parts;
             row += count;
         }
     }
 }
 
-MP_EXPORT void MP_JOIN(mp_multiply_, MP_ISA)(const mp_linear *, const float *, int64_t, float *);
+MP_EXPORT void MP_JOIN(mp_multiply_, MP_ISA)(const mp_linear *, const float *, int64_t, float *,
+                                             float *);
 
 void MP_JOIN(mp_multiply_, MP_ISA)(const mp_linear *linear, const float *x, int64_t num_rows,
-                                   float *y)
+                                   float *y, float *largest)
 {
+    const int64_t num_panels = (linear->num_out + MP_LINEAR_PANEL - 1) / MP_LINEAR_PANEL;
     int64_t block = BLOCK_BYTES / 4 / linear->num_in / MAX_ROWS * MAX_ROWS;
     block = block < MAX_ROWS ? MAX_ROWS : block;
     for (int64_t row = 0; row < num_rows; row += block) {
         const int64_t count = num_rows - row < block ? num_rows - row : block;
-        multiply(linear, x + row * linear->num_in, count, y + row * linear->num_out);
+        multiply(linear, x + row * linear->num_in, count, y + row * linear->num_out,
+                 largest ? largest + row * num_panels : NULL);
     }
 }

@@ -24,7 +24,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 10
+#define MP_ABI_VERSION 11
 
 enum {
     MP_OK = 0,
@@ -154,8 +154,12 @@ typedef struct {
     int64_t format;
 } mp_linear;
 
-/* y[num_rows, num_out] for x[num_rows, num_in]. Both are the caller's, who knows their sizes. */
-typedef void (*mp_multiply_fn)(const mp_linear *linear, const float *x, int64_t num_rows, float *y);
+/*
+ * y[num_rows, num_out] for x[num_rows, num_in]. All are the caller's, who knows their sizes. Unless it is
+ * NULL `largest` is of [num_rows, panels]: the largest output of each panel, NaN if one is not finite.
+ */
+typedef void (*mp_multiply_fn)(const mp_linear *linear, const float *x, int64_t num_rows, float *y,
+                               float *largest);
 
 /* A pool to attend to; see attention.c. The first plane is K, the second V. */
 typedef struct {
@@ -206,8 +210,8 @@ typedef void (*mp_rms_norm_fn)(const float *x, const float *weight, float eps, i
                                int64_t size, float *y);
 typedef void (*mp_silu_mul_fn)(const float *x, int64_t num_rows, int64_t size, float *y);
 
-/* Tokens of neighbouring ids that sample.c looks at together. */
-enum { MP_SAMPLE_GROUP = 64 };
+/* Tokens of neighbouring ids that sample.c looks at together: some panels of a product. */
+enum { MP_SAMPLE_GROUP = 4 * MP_LINEAR_PANEL };
 
 /* How one row's token is drawn; see sample.c. */
 typedef struct {
@@ -218,11 +222,12 @@ typedef struct {
 } mp_draw;
 
 /*
- * tokens[num_rows] for logits[num_rows, size]; -1 for a row that is not finite. `work` is of `size` words
- * and two for each group.
+ * tokens[num_rows] for logits[num_rows, size]; -1 for a row that is not finite. `largest` is what the
+ * product that made the logits says of its panels, or NULL. `work` is of `size` words and two for each
+ * group.
  */
-typedef void (*mp_sample_fn)(const float *logits, int64_t num_rows, int64_t size,
-                             const mp_draw *draws, uint64_t *work, int64_t *tokens);
+typedef void (*mp_sample_fn)(const float *logits, const float *largest, int64_t num_rows,
+                             int64_t size, const mp_draw *draws, uint64_t *work, int64_t *tokens);
 
 MP_EXPORT void mp_publish(void *page, uint64_t step, uint32_t layers_done);
 MP_EXPORT int64_t mp_ring(int32_t eventfd);

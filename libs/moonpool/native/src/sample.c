@@ -2,7 +2,8 @@
  * From logits to one token per row, as engine/sampler.py says, compiled once per instruction set
  * (vectors.h). A row is read from memory once, and what it takes more than once stays in the cache:
  *
- *   1. the largest logit of each group of 64, and whether all are finite
+ *   1. the largest logit of each group of 64, and whether all are finite; if the product that made the
+ *      logits has noted the largest of each panel (linear.c), the row itself is not read for it
  *   2. greedy: the first of the largest, in the first group that has it
  *      top-k, top-p: only groups whose largest logit may be among the likeliest are looked at again; a
  *      heap of those tokens gives the likeliest one by one, until there are enough
@@ -18,6 +19,7 @@
 #include <string.h>
 
 enum {
+    PANEL = MP_LINEAR_PANEL,
     GROUP = MP_SAMPLE_GROUP,
     /* Tokens that top-p looks at before it looks at all: about so many. */
     NUM_LIKELIEST = 128,
@@ -33,6 +35,7 @@ enum { WIDE_LANES = MP_VECTOR_BYTES / 8 };
 /* One row, and what is kept of it. */
 typedef struct {
     const float *logits;
+    const float *panels; /* the largest logit of each, or NULL */
     int64_t size;
     int64_t num_groups;
     float *largest;  /* of each group */
@@ -41,26 +44,6 @@ typedef struct {
     float top;
     double temperature;
 } row;
-
-MP_INLINE floats larger(floats a, floats b)
-{
-#if MP_VECTOR_BYTES == 64 && defined(__AVX512F__)
-    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
-#elif MP_VECTOR_BYTES == 32 && defined(__AVX2__)
-    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    const integers is_larger = a > b;
-    return (floats)(((integers)a & is_larger) | ((integers)b & ~is_larger));
-#endif
-}
-
-MP_INLINE float largest_lane(floats v)
-{
-    float top = v[0];
-    for (int lane = 1; lane < LANES; lane++)
-        top = v[lane] > top ? v[lane] : top;
-    return top;
-}
 
 /* exp(x) for x <= 0; 0 below the smallest normal. Taylor's series, |r| <= ln 2 / 2. */
 MP_INLINE doubles exponential_wide(doubles x)
@@ -135,21 +118,54 @@ static int survey(row *r)
             largest = larger(x, largest);
         }
         top = larger(largest, top);
-        r->largest[group] = largest_lane(largest);
+        r->largest[group] = largest_of_lanes(largest);
     }
-    r->top = largest_lane(top);
+    r->top = largest_of_lanes(top);
     for (int lane = 0; lane < LANES; lane++)
         if (is_bad[lane])
             return 0;
     return 1;
 }
 
+/* The same from what is known of the panels, but for `largest`. */
+static int survey_panels(row *r)
+{
+    const int64_t num_panels = (r->size + PANEL - 1) / PANEL;
+    floats top = (floats){0} + r->panels[0], flaw = {0};
+    for (int64_t i = 0; i < num_panels; i += LANES) {
+        floats x = (floats){0} + r->panels[i];
+        if (num_panels - i >= LANES)
+            x = *(const stored_floats *)(r->panels + i);
+        else
+            memcpy(&x, r->panels + i, (size_t)(num_panels - i) * sizeof(float));
+        top = larger(x, top);
+        flaw += x - x;
+    }
+    r->top = largest_of_lanes(top);
+    return sum_of_lanes(flaw) == 0;
+}
+
+static void fill_largest(row *r)
+{
+    const int64_t num_panels = (r->size + PANEL - 1) / PANEL;
+    for (int64_t group = 0; group < r->num_groups; group++) {
+        const int64_t first = group * GROUP / PANEL, left = num_panels - first;
+        float largest = r->panels[first];
+        for (int64_t i = 1; i < GROUP / PANEL && i < left; i++)
+            largest = r->panels[first + i] > largest ? r->panels[first + i] : largest;
+        r->largest[group] = largest;
+    }
+}
+
 static int64_t first_of_the_largest(const row *r)
 {
-    int64_t group = 0;
-    while (r->largest[group] != r->top)
-        group++;
-    int64_t token = group * GROUP;
+    int64_t token = 0;
+    if (r->panels)
+        while (r->panels[token / PANEL] != r->top)
+            token += PANEL;
+    else
+        while (r->largest[token / GROUP] != r->top)
+            token += GROUP;
     while (r->logits[token] != r->top)
         token++;
     return token;
@@ -218,9 +234,12 @@ static int64_t gather(const row *r, float least)
         if (r->largest[group] < least)
             continue;
         const int64_t end = (group + 1) * GROUP < r->size ? (group + 1) * GROUP : r->size;
-        for (int64_t token = group * GROUP; token < end; token++)
-            if (r->logits[token] >= least)
+        for (int64_t token = group * GROUP; token < end; token++) {
+            if (r->panels && token % PANEL == 0 && r->panels[token / PANEL] < least)
+                token += PANEL - 1;
+            else if (r->logits[token] >= least)
                 r->heap[size++] = key_of(r->logits[token], token);
+        }
     }
     make_heap(r->heap, size);
     return size;
@@ -316,10 +335,12 @@ static int64_t within(const row *r, const uint64_t *kept, int64_t num_kept, doub
 
 static int64_t sample_row(row *r, const mp_draw *draw)
 {
-    if (!survey(r))
+    if (!(r->panels ? survey_panels(r) : survey(r)))
         return -1;
     if (draw->temperature == 0)
         return first_of_the_largest(r);
+    if (r->panels)
+        fill_largest(r);
     r->temperature = draw->temperature;
     if (draw->top_k > 0 && draw->top_k < r->size) {
         const int64_t size = gather(r, reached_by(r, draw->top_k));
@@ -344,12 +365,14 @@ static int64_t sample_row(row *r, const mp_draw *draw)
     return draw_of(r, r->heap + size - num_kept, num_kept, draw->number);
 }
 
-MP_EXPORT void MP_JOIN(mp_sample_, MP_ISA)(const float *, int64_t, int64_t, const mp_draw *,
-                                           uint64_t *, int64_t *);
+MP_EXPORT void MP_JOIN(mp_sample_, MP_ISA)(const float *, const float *, int64_t, int64_t,
+                                           const mp_draw *, uint64_t *, int64_t *);
 
-void MP_JOIN(mp_sample_, MP_ISA)(const float *logits, int64_t num_rows, int64_t size,
-                                 const mp_draw *draws, uint64_t *work, int64_t *tokens)
+void MP_JOIN(mp_sample_, MP_ISA)(const float *logits, const float *largest, int64_t num_rows,
+                                 int64_t size, const mp_draw *draws, uint64_t *work,
+                                 int64_t *tokens)
 {
+    const int64_t num_panels = (size + PANEL - 1) / PANEL;
     const int64_t num_groups = (size + GROUP - 1) / GROUP;
     row r = {.size = size, .num_groups = num_groups};
     r.heap = work;
@@ -357,6 +380,7 @@ void MP_JOIN(mp_sample_, MP_ISA)(const float *logits, int64_t num_rows, int64_t 
     r.largest = (float *)(work + size + num_groups);
     for (int64_t i = 0; i < num_rows; i++) {
         r.logits = logits + i * size;
+        r.panels = largest ? largest + i * num_panels : NULL;
         tokens[i] = sample_row(&r, &draws[i]);
     }
 }

@@ -83,6 +83,34 @@ MP_INLINE float sum_of_lanes(floats v)
     return v[0] + v[1];
 }
 
+/* Lane by lane; of a NaN and a number either. */
+MP_INLINE floats larger(floats a, floats b)
+{
+#if MP_VECTOR_BYTES == 64 && defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif MP_VECTOR_BYTES == 32 && defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    const integers is_larger = a > b;
+    return (floats)(((integers)a & is_larger) | ((integers)b & ~is_larger));
+#endif
+}
+
+MP_INLINE float largest_of_lanes(floats v)
+{
+#if MP_VECTOR_BYTES == 64
+    v = larger(v, MP_SHUFFLE(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = larger(v, MP_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = larger(v, MP_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+#elif MP_VECTOR_BYTES == 32
+    v = larger(v, MP_SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = larger(v, MP_SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5));
+#else
+    v = larger(v, MP_SHUFFLE(v, 2, 3, 0, 1));
+#endif
+    return v[0] > v[1] ? v[0] : v[1];
+}
+
 /* exp(x) for x <= 0 within 2 units in the last place (Cephes, expf); 0 below the smallest normal. */
 MP_INLINE floats exponential(floats x)
 {
