@@ -11,7 +11,7 @@ from moonpool.telemetry import names
 from moonpool.wire.spans import AttributeValue, Span, SpanEvent
 from moonpool.wire.steps import StepRecord
 from moonpool_loadtest.experiments.lab import Answer
-from moonpool_loadtest.experiments.numbers import Distribution, Sample, quantile
+from moonpool_loadtest.experiments.numbers import Distribution, Sample, quantile, ratio_interval
 from moonpool_loadtest.experiments.overlap import read_handoff
 from moonpool_loadtest.experiments.receiving import (
     Arrival,
@@ -115,6 +115,14 @@ def test_quantiles_are_values_of_the_sample() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [quantile(values, share) for share in (0.01, 0.5, 0.99, 1.0)] == [1, 50, 99, 100]
     assert quantile([3.0], 0.99) == 3.0
+
+
+def test_a_ratio_of_quantiles_is_told_with_what_chance_makes_of_it() -> None:
+    values = [100.0 + number % 10 for number in range(60)]
+    low, high = ratio_interval([2.0 * value for value in values], [100.0], 0.5)
+    assert 2.04 <= low < 2.08 < high <= 2.14
+    low, high = ratio_interval([*values, 500.0, 500.0, 500.0], values, 0.95)
+    assert low <= 1.0 < 4.0 < high
     gaps = Distribution.of(values)
     assert (gaps.num, gaps.p50, gaps.p99, gaps.longest) == (100, 50, 99, 100)
     assert str(Sample(values=(3.0, 1.0, 2.0))) == "2 [1 .. 3]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,19 @@ def quantile(values: Sequence[float], share: float) -> float:
     assert values, "an empty sample has no quantile"
     assert 0.0 < share <= 1.0, share
     return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def ratio_interval(
+    values: Sequence[float], base: Sequence[float], share: float
+) -> tuple[float, float]:
+    """What the ratio of the two quantiles may be by chance: the middle 90 % of 1,000 bootstrap resamples."""
+    rng = random.Random(1)
+
+    def resampled(sample: Sequence[float]) -> float:
+        return quantile(rng.choices(sample, k=len(sample)), share)
+
+    ratios = sorted(resampled(values) / resampled(base) for _ in range(1_000))
+    return ratios[50], ratios[-51]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ memory has room for one: every question is a hit on its disk. The arms take turn
     tenth           ... its peer (the disk) has a tenth of the bandwidth that was measured when it is well
     hopeless        ... it has half of the bandwidth with which reading would take as long as computing
 
-TTFT at the client, over all hits from the first one on: the first experience of a slow peer is in it.
+TTFT at the client, over all hits from the first one on: the first experience of a slow peer is in it. Beside
+each ratio stands what chance may make of it (ratio_interval).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from moonpool_loadtest.experiments.lab import (
     run,
     taking_turns,
 )
-from moonpool_loadtest.experiments.numbers import quantile
+from moonpool_loadtest.experiments.numbers import quantile, ratio_interval
 from moonpool_loadtest.experiments.report import Finding, publish
 
 RECOMPUTE, WELL = "recompute", "well"
@@ -224,13 +225,14 @@ def findings_of(hits: Mapping[str, Sequence[Hit]]) -> list[Finding]:
         outcomes = Counter(hit.outcome for hit in own)
         told = ", ".join(f"{num} {outcome}" for outcome, num in sorted(outcomes.items()))
         for words, share in (("median", 0.5), ("p95", 0.95)):
+            low, high = ratio_interval(values, base, share)
             found.append(
                 Finding(
                     what=f"{name}: {words} TTFT over recompute",
                     value=quantile(values, share) / quantile(base, share),
                     bar=_BAR if name in SLOW else None,
                     is_upper=True,
-                    detail=f"{quantile(values, share):.0f} ms; {told}",
+                    detail=f"[{low:.3f} .. {high:.3f}], {quantile(values, share):.0f} ms; {told}",
                 )
             )
     return found
