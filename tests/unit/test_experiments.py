@@ -115,6 +115,9 @@ def test_quantiles_are_values_of_the_sample() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [quantile(values, share) for share in (0.01, 0.5, 0.99, 1.0)] == [1, 50, 99, 100]
     assert quantile([3.0], 0.99) == 3.0
+    gaps = Distribution.of(values)
+    assert (gaps.num, gaps.p50, gaps.p99, gaps.longest) == (100, 50, 99, 100)
+    assert str(Sample(values=(3.0, 1.0, 2.0))) == "2 [1 .. 3]"
 
 
 def test_a_ratio_of_quantiles_is_told_with_what_chance_makes_of_it() -> None:
@@ -123,9 +126,6 @@ def test_a_ratio_of_quantiles_is_told_with_what_chance_makes_of_it() -> None:
     assert 2.04 <= low < 2.08 < high <= 2.14
     low, high = ratio_interval([*values, 500.0, 500.0, 500.0], values, 0.95)
     assert low <= 1.0 < 4.0 < high
-    gaps = Distribution.of(values)
-    assert (gaps.num, gaps.p50, gaps.p99, gaps.longest) == (100, 50, 99, 100)
-    assert str(Sample(values=(3.0, 1.0, 2.0))) == "2 [1 .. 3]"
 
 
 @pytest.mark.parametrize(
