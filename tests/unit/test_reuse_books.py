@@ -220,7 +220,7 @@ def test_the_attempt_that_computed_the_most_is_told_of(b: Books) -> None:
     counts = b.end(end(16, attempt=2))
     assert counts is not None
     assert counts.num_missed_tokens[MissReason.EVICTED] == 80
-    assert list(b.machine.report().by_worker) == ["peer", "other"]
+    assert list(b.machine.report().by_worker) == ["p", "other"]
 
 
 def test_what_was_held_then_was_too_slow_whatever_died_later(b: Books) -> None:

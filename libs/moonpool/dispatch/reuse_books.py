@@ -11,8 +11,8 @@ A prompt is cut into stretches, each a range of its leading tokens; all of them 
 - routed away: somebody held it when the request was placed, and it went elsewhere without being told whom
   to read from.
 - evicted: asked for before, or held before, and nobody holds it; or who was believed to hold it no longer did:
-  the worker that prefilled, or the peer that was named, which had evicted it, was lost, or sent what was
-  damaged. What another request is computing at this moment, elsewhere, counts here too.
+  the worker that prefilled, or the peer that was named, which had evicted it, drained, was lost, or sent
+  what was damaged. What another request is computing at this moment, elsewhere, counts here too.
 - cold: never asked for here. Here is this router, since it started, and what its workers have announced.
 - tail: the last, partly filled block and the last token: always computed.
 
@@ -113,7 +113,7 @@ class ReuseCounts:
 class RequestReuse:
     """What became of one request's prompt."""
 
-    #: Who prefilled it, the last time.
+    #: Who prefilled it, in the attempt that is told of.
     worker_id: WorkerId
     counts: ReuseCounts
 
@@ -198,7 +198,7 @@ class ReuseBooks:
         if opened is None or not end.usage.num_completion_tokens:
             return None
         counts = _attribute(opened, end)
-        worker_id = opened.last.plan.key.worker_id
+        worker_id = _told_of(opened, end).plan.key.worker_id
         self._total += counts
         self._by_worker[worker_id] = self._by_worker.pop(worker_id, ReuseCounts()) + counts
         if len(self._by_worker) > _MAX_WORKERS:
@@ -234,10 +234,15 @@ class ReuseBooks:
             assert sum(self._by_worker.values(), ReuseCounts()) == self._total
 
 
+def _told_of(opened: _Open, end: EndRequest) -> _Placed:
+    """The attempt whose cached tokens the usage has; the last one if none said what it found."""
+    return opened.placed.get(end.cached_attempt, opened.last)
+
+
 def _attribute(opened: _Open, end: EndRequest) -> ReuseCounts:
     """Cut the prompt at each edge that lies beyond the ones before it."""
     usage, num_reusable_tokens = end.usage, opened.num_reusable_tokens
-    placed = opened.placed.get(end.cached_attempt, opened.last)
+    placed = _told_of(opened, end)
     plan = placed.plan
     num_held_tokens = min(placed.num_held_tokens, num_reusable_tokens)
     peer_edge = held_edge = plan.peer.num_tokens if plan.peer is not None else 0

@@ -72,8 +72,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, out] for x [rows, in]."""
         if self._native is not None:
-            if x.dtype is not self._dtype:
-                raise ValueError(f"x is {x.dtype}, not {self._dtype}")
+            self._check_dtype(x)
             return _multiply(self._native, x.float())[0].to(self._dtype)
         if self._plain is not None and (self._packed is None or len(x) == 1):
             return functional.linear(x, self._plain, self._bias)
@@ -86,7 +85,12 @@ class Linear:
         """The same, and float32[rows, panels] of what PackedLinear calls `largest`, if it was noted."""
         if self._native is None or self._dtype is not torch.float32:
             return self(x), None
+        self._check_dtype(x)
         return _multiply(self._native, x, is_surveyed=True)
+
+    def _check_dtype(self, x: Tensor) -> None:
+        if x.dtype is not self._dtype:
+            raise ValueError(f"x is {x.dtype}, not {self._dtype}")
 
 
 def _multiply(
