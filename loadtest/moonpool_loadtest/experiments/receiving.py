@@ -21,7 +21,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -101,10 +101,12 @@ class Window:
 
 @dataclass(slots=True, kw_only=True)
 class Rereads:
-    """The prompts in turn, again and again, until cancelled."""
+    """One prompt after the other until cancelled."""
 
     asker: Asker
-    prompts: Sequence[tuple[int, ...]]
+    #: All of them again and again, from window to window: what was asked longest ago is next, which D has
+    #: no room for.
+    prompts: Iterator[tuple[int, ...]]
     ended: list[Answer] = field(default_factory=list)
 
     async def ask(self, prompt: tuple[int, ...]) -> None:
@@ -113,7 +115,7 @@ class Rereads:
         self.ended.append(answer)
 
     async def run(self) -> None:
-        for prompt in itertools.cycle(self.prompts):
+        for prompt in self.prompts:
             await self.ask(prompt)
 
 
@@ -174,7 +176,7 @@ async def fetch_arrivals(asker: Asker, answers: Sequence[Answer]) -> list[Arriva
 
 
 async def run_window(
-    asker: Asker, scale: Scale, prompts: Sequence[tuple[int, ...]], *, is_receiving: bool
+    asker: Asker, scale: Scale, prompts: Iterator[tuple[int, ...]], *, is_receiving: bool
 ) -> Window:
     """Eight fresh decodes and, if wanted, the prompts in turn."""
     cluster = asker.cluster
@@ -213,7 +215,7 @@ async def measure(setting: Setting, scale: Scale) -> Windows:
     windows: Windows = {transport: {IDLE: [], RECEIVING: []} for transport in TRANSPORTS}
     async with AsyncExitStack() as stack:
         askers: dict[TransportName, Asker] = {}
-        prompts: dict[TransportName, list[tuple[int, ...]]] = {}
+        prompts: dict[TransportName, Iterator[tuple[int, ...]]] = {}
         for seed, transport in enumerate(TRANSPORTS):
             workers = [
                 WorkerPlan(
@@ -234,12 +236,12 @@ async def measure(setting: Setting, scale: Scale) -> Windows:
             config = cluster_config(setting, f"receiving-{transport}", workers)
             asker = await stack.enter_async_context(open_asker(config, seed=seed))
             askers[transport] = asker
-            prompts[transport] = [
-                asker.new_prompt(scale.prompt_tokens) for _ in range(scale.num_prompts)
-            ]
+            prompts[transport] = itertools.cycle(
+                [asker.new_prompt(scale.prompt_tokens) for _ in range(scale.num_prompts)]
+            )
             warm_up = Rereads(asker=asker, prompts=prompts[transport])
-            for prompt in warm_up.prompts:
-                await warm_up.ask(prompt)
+            for _ in range(scale.num_prompts):
+                await warm_up.ask(next(prompts[transport]))
             progress(f"{transport}: {scale.num_prompts} prompts are on P")
         for turn in range(scale.num_alternations):
             for transport, asker in askers.items():
