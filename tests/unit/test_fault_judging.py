@@ -24,6 +24,7 @@ from moonpool_loadtest.faults.lab import (
     make_families,
     make_sets,
 )
+from moonpool_loadtest.faults.scenarios import DECODE, LAST_LIVES, PREFILL, next_lives
 from moonpool_loadtest.faults.workload import Case, Outcome, make_cases
 
 CASE = Case(name="c", prompt=(1, 2), max_tokens=3)
@@ -121,3 +122,17 @@ def test_a_family_shares_its_prefix_and_nothing_with_another() -> None:
         assert len({case.prompt[sizes.prefix :] for case in family}) == len(family)
         prefixes.add(prefix[:16])
     assert len(prefixes) == 6
+
+
+def test_whoever_comes_back_is_armed_for_the_kill_that_is_next_in_turn() -> None:
+    kills = make_kills(layers=(0, 29))
+    lives = next_lives(kills)
+    assert tuple(lives) == kills
+    armed = {PREFILL: kills[0].failpoints, DECODE: ""}
+    for kill, next_life in lives.items():
+        if kill.target == DECODE and not armed[DECODE]:
+            armed[DECODE] = kill.failpoints
+        assert armed[kill.target] == kill.failpoints
+        armed[kill.target] = next_life
+    # What is left is for the scenarios after them, and nobody dies in those.
+    assert armed == {name: LAST_LIVES[name] for name in (PREFILL, DECODE)}

@@ -95,13 +95,13 @@ def decode_kills(*, positions: Sequence[int]) -> tuple[Kill, ...]:
 
 
 def next_lives(kills: Sequence[Kill]) -> dict[Kill, str]:
-    """What each target comes back armed with: for the kill after this one, or for the rest."""
+    """What each target comes back armed with: for the kill after this one, or for the rest. In their order."""
     following: dict[str, str] = dict(LAST_LIVES)
     lives = {}
     for kill in reversed(kills):
         lives[kill] = following[kill.target]
         following[kill.target] = kill.failpoints
-    return lives
+    return dict(reversed(lives.items()))
 
 
 async def run_boot_without_nats(lab: FaultLab) -> FaultReport:
