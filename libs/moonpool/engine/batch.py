@@ -117,9 +117,10 @@ def _decode_batch(rows: Sequence[StepRow], last_tokens: Int64Array, block_size: 
     num_rows = len(rows)
     starts = [row.start for row in rows]
     tables = [row.block_tables[0] for row in rows]
-    ends = list(itertools.accumulate([start // block_size + 1 for start in starts]))
+    nums_blocks = [len(table) for table in tables]
+    assert nums_blocks == [start // block_size + 1 for start in starts], rows
+    ends = list(itertools.accumulate(nums_blocks))
     kv_indices = np.concatenate(tables)
-    assert ends[-1] == len(kv_indices), rows
     slots = _int64([row.slot for row in rows])
     token_ids = last_tokens[slots]
     for index, row in enumerate(rows):
