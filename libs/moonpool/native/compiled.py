@@ -45,6 +45,7 @@ from moonpool.native.kernels import (
     RowKernels,
     SampleKernel,
 )
+from moonpool.native.weight_memory import WeightMemory
 
 
 class CompiledKernels:
@@ -52,6 +53,7 @@ class CompiledKernels:
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
+        self._weights = WeightMemory()
 
     @property
     def isa(self) -> str:
@@ -145,7 +147,9 @@ class CompiledKernels:
     def pack_linear(
         self, weight: WeightArray, bias: Float32Array | None, scale: Float32Array | None = None
     ) -> PackedLinear | None:
-        return CompiledLinear(self._library, weight, bias, scale=scale)
+        return CompiledLinear(
+            self._library, weight, bias, scale=scale, allocate=self._weights.allocate
+        )
 
     def paged_attention(
         self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from moonpool.native.binding import LinearStruct, NativeLibrary, address_of
 from moonpool.native.geometry import LINEAR_PANEL, Float32Array, WeightArray
+from moonpool.native.weight_memory import Allocate, of_its_own
 
-_CACHE_LINE_BYTES = 64
 #: MP_FLOAT32, MP_BFLOAT16 and MP_INT8, and how many inputs a step of 64 bytes holds.
 _FORMATS = {np.dtype(np.float32): (0, 1), np.dtype(np.uint16): (1, 2), np.dtype(np.int8): (2, 4)}
 
@@ -26,15 +26,19 @@ class CompiledLinear:
         *,
         scale: Float32Array | None = None,
         isa: str | None = None,
+        allocate: Allocate = of_its_own,
     ) -> None:
-        """`isa` names a variant of src/dispatch.c; by default the one that suits this machine."""
+        """`isa` names a variant of src/dispatch.c; by default the one that suits this machine.
+
+        `allocate` gives the memory of the packed copy.
+        """
         if weight.dtype not in _FORMATS or weight.ndim != 2 or 0 in weight.shape:
             raise ValueError(f"no weight is {weight.dtype}{list(weight.shape)}")
         if (scale is not None) != (weight.dtype == np.int8):
             raise ValueError("weights of int8 have a scale, and no others")
         self.num_out, self.num_in = weight.shape
         number, per_step = _FORMATS[weight.dtype]
-        panels = _packed(weight, per_step)
+        panels = _packed(weight, per_step, allocate)
         padded_scale = None if scale is None else self._padded("scale", scale)
         padded_bias = None if bias is None else self._padded("bias", bias)
         self.size_bytes = panels.nbytes
@@ -63,7 +67,9 @@ class CompiledLinear:
         self._multiply(self._address, x, num_rows, y, largest or None)
 
 
-def _packed(weight: WeightArray, inputs_per_step: int) -> npt.NDArray[np.uint32]:
+def _packed(
+    weight: WeightArray, inputs_per_step: int, allocate: Allocate
+) -> npt.NDArray[np.uint32]:
     """uint32[panels, steps, 16] at a cache line: a lane holds an output's inputs, or int8's outputs."""
     num_out, num_in = weight.shape
     num_panels = -(-num_out // LINEAR_PANEL)
@@ -73,9 +79,7 @@ def _packed(weight: WeightArray, inputs_per_step: int) -> npt.NDArray[np.uint32]
         padded = np.zeros(shape, weight.dtype)
         padded[:num_out, :num_in] = weight
         weight = padded
-    memory = np.empty(weight.nbytes + _CACHE_LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _CACHE_LINE_BYTES
-    panels = memory[start : start + weight.nbytes].view(np.uint32)
+    panels = allocate(weight.nbytes).view(np.uint32)
     panels = panels.reshape(num_panels, num_steps, LINEAR_PANEL)
     # int8 of one input stand side by side, wider ones side by side in a lane.
     unit = np.dtype(np.int8 if weight.dtype == np.int8 else np.uint32)
