@@ -70,3 +70,11 @@ def test_what_a_step_costs_beside_the_model(model: Path) -> None:
             assert times["steps"] == 6
             assert 0 < times["schedule"] < times["non-model"]
             assert times["sampler"] > 0
+
+
+def test_a_pool_by_blocks_beside_one_by_layers() -> None:
+    text, found = run_bench("bench_layout.py", "--rounds", "1", "--blocks", "1100")
+    assert "chain of 512" in text
+    cases = [name for name in found if name not in ("load_average", "rounds")]
+    assert len(cases) == 8
+    assert all(found[name]["blocks"] > 0 < found[name]["ratio"] for name in cases)
