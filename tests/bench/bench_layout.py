@@ -174,7 +174,9 @@ def main() -> None:
         by_blocks, by_layers = milliseconds["blocks"], milliseconds["layers"]
         sys.stdout.write(f"{name:22}{by_blocks:10.2f}{by_layers:10.2f}  {ratio:.2f}\n")
     load = [round(one, 1) for one in os.getloadavg()]
-    sys.stdout.write(json.dumps({"load_average": load, "rounds": options.rounds, **found}) + "\n")
+    sys.stdout.write(
+        json.dumps({"load_average": load, "rounds": options.rounds, **found}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":
