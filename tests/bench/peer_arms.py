@@ -10,7 +10,7 @@ the model, greedy tokens.
 
 moonpool   the core and the runner, with layer marks and leaf digests; decodes begin as requests whose KV
            has arrived from another worker
-llama.cpp  llama_decode, through llama-cpp-python; a decode's context is computed once and restored
+llama.cpp  llama_decode, through llama-cpp-python; a decode's context is computed for one row and copied to the others
 vllm       LLMEngine.step, in this process; a decode's context is computed, or found in its prefix cache
 """
 
@@ -194,8 +194,6 @@ class LlamaArm:
         self._model = load(settings["gguf"].encode(), params)
         assert self._model, "llama.cpp does not take the file"
         self._vocab_size = settings["vocab_size"]
-        #: What a sequence of so many tokens leaves in the cache.
-        self._states: dict[int, Any] = {}
         self._seconds = clock_of(settings)
 
     def prefill(self, prompt: list[int]) -> tuple[float, int]:
@@ -208,14 +206,11 @@ class LlamaArm:
     def decode(self, batch: int, context: int, num_steps: int, seed: int) -> list[float]:
         num_known = context - num_steps // 2
         size = num_known + num_steps + 8
-        if num_known not in self._states:
-            prompt = random_tokens(num_known, self._vocab_size, seed)
-            with _LlamaContext(self._api, self._model, num_seqs=1, num_tokens=size) as one:
-                one.decode([(token, at, 0) for at, token in enumerate(prompt)], is_last_only=True)
-                self._states[num_known] = one.state(0)
-        state = self._states[num_known]
+        prompt = random_tokens(num_known, self._vocab_size, seed)
         with _LlamaContext(self._api, self._model, num_seqs=batch, num_tokens=size) as many:
-            for row in range(batch):
+            many.decode([(token, at, 0) for at, token in enumerate(prompt)], is_last_only=True)
+            state = many.state(0)
+            for row in range(1, batch):
                 many.restore(state, row)
             tokens = random_tokens(batch, self._vocab_size, seed)
             all_seconds = []
