@@ -6,12 +6,15 @@ of arms that alternate within one run, since the machine's own speed drifts. Pri
 shm     pieces       one bare memcpy of each piece, in one C loop
         loop         memcpy + XXH3-64 of each piece, in one C loop: what a verified copy costs
         shm          the product: peer.read, 8 reads at once (`alone`: one after another)
-grpc    bare         a grpc.aio stream of 64 ready-made 1 MiB messages, hashed by its receiver
+grpc    bare         a grpc.aio stream of 64 ready-made 1 MiB messages, hashed by its receiver; five
+                     receivers take turns, and their median counts
         kept         the same; its receiver keeps freed memory, as the product's does
         grpc         the product: peer.read, 8 reads at once: gathered, streamed, scattered, verified
         many         the same, 30 reads at once: a layer each of a model as deep as SmolLM2
 
-The two bare receivers are processes of their own: how glibc treats freed memory is a process's.
+Bare receivers are processes of their own: how glibc treats freed memory is a process's. By what the
+process did before, a plain one keeps its messages' memory or takes new pages for each: its speed is one or the
+other for as long as it lives, twofold apart.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -50,6 +53,7 @@ from support.kv_source import block_read, make_transport, reader_pool, serve_kv
 BARE_METHOD = "/bench.Bare/Stream"
 BARE_BYTES = 1 << 20
 CONCURRENT, MANY = 8, 30
+PLAIN_RECEIVERS = 5
 
 #: Does its work once; returns the seconds, or None for as long as the call takes.
 Arm = Callable[[], Awaitable[float | None]]
@@ -225,20 +229,30 @@ async def measure(
         seconds = await alternate(shm_arms(peer, pool, reads), rounds)
         row("shm", seconds, {"loop": "pieces", "shm": "loop", "alone": "loop"})
     count = -(-num_bytes // BARE_BYTES)
-    async with (
-        make_transport("grpc", pool) as transport,
-        bare_receiver(source.bare_address, count) as bare,
-        bare_receiver(source.bare_address, count, "--keep-freed-memory") as kept,
-    ):
+    async with make_transport("grpc", pool) as transport, AsyncExitStack() as stack:
+
+        async def receiver(*options: str) -> Arm:
+            return await stack.enter_async_context(
+                bare_receiver(source.bare_address, count, *options)
+            )
+
+        plain: dict[str, Arm] = {
+            f"bare {number}": await receiver() for number in range(PLAIN_RECEIVERS)
+        }
         peer = await transport.connect(source.region, timeout_s=10)
         arms: dict[str, Arm] = {
-            "bare": bare,
-            "kept": kept,
+            **plain,
+            "kept": await receiver("--keep-freed-memory"),
             "grpc": lambda: read_all(peer, reads, CONCURRENT),
             "many": lambda: read_all(peer, reads, MANY),
         }
         seconds = await alternate(arms, rounds)
+        each = [seconds.pop(name) for name in plain]
+        seconds = {"bare": [statistics.median(turn) for turn in zip(*each, strict=True)], **seconds}
         row("grpc", seconds, {"grpc": "bare", "many": "bare", "kept": "bare"})
+        rows[-1]["plain receivers"] = [
+            round(num_bytes / statistics.median(one) / 1e9, 2) for one in each
+        ]
     return rows
 
 

@@ -78,3 +78,19 @@ def test_a_pool_by_blocks_beside_one_by_layers() -> None:
     cases = [name for name in found if name not in ("load_average", "rounds")]
     assert len(cases) == 8
     assert all(found[name]["blocks"] > 0 < found[name]["ratio"] for name in cases)
+
+
+def test_where_the_time_of_a_step_goes(model: Path) -> None:
+    text, found = run_bench(
+        "bench_profile.py",
+        *("--model", str(model), "--rounds", "2"),
+        *("--prefills", "40", "--batches", "2", "--context", "48"),
+    )
+    assert "prefill 40" in text
+    assert set(found["figures"]) == {"prefill 40", "decode 2 x 48"}
+    for figure in found["figures"].values():
+        times = figure["ms"]
+        parts = [time for part, time in times.items() if part != "all"]
+        assert min(parts) > 0
+        assert sum(parts) == pytest.approx(times["all"], rel=0.5)
+        assert set(figure["floor_ms"]) == {"products", "vocabulary", "attention"}
