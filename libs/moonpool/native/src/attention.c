@@ -59,6 +59,10 @@ MP_INLINE void score(int is_bfloat16, int num_queries, int num_tokens, int64_t h
     }
     MP_UNROLL
     for (int q = 0; q < num_queries; q++) {
+        if (num_tokens == MAX_TOKENS) {
+            *(stored_four *)(scores + q * stride) = sums_of_lanes(sum[q]) * scale;
+            continue;
+        }
         MP_UNROLL
         for (int t = 0; t < num_tokens; t++)
             scores[q * stride + t] = sum_of_lanes(sum[q][t]) * scale;

@@ -13,10 +13,63 @@
 MP_INLINE floats load(const uint8_t *at, int is_bfloat16, int64_t element)
 {
     if (is_bfloat16)
-        return (floats)(__builtin_convertvector(*(const stored_halves *)(at + 2 * element), words)
-                        << 16);
+        return widened_halves(at + 2 * element);
     return *(const stored_floats *)(at + 4 * element);
 }
+
+typedef float four __attribute__((vector_size(16)));
+typedef four stored_four __attribute__((aligned(4), may_alias));
+
+#if MP_VECTOR_BYTES >= 32
+
+typedef float eight __attribute__((vector_size(32)));
+typedef int32_t eight_places __attribute__((vector_size(32)));
+typedef int32_t four_places __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define MP_PICK_EIGHT(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define MP_PICK_FOUR(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MP_PICK_EIGHT(a, b, ...) __builtin_shuffle(a, b, (eight_places){__VA_ARGS__})
+#define MP_PICK_FOUR(a, b, ...) __builtin_shuffle(a, b, (four_places){__VA_ARGS__})
+#endif
+
+MP_INLINE eight in_eight(floats v)
+{
+#if MP_VECTOR_BYTES == 64
+    const union { floats whole; eight halves[2]; } parts = {v};
+    return parts.halves[0] + parts.halves[1];
+#else
+    return v;
+#endif
+}
+
+/* The sums of the lanes of each of four, in the order of sum_of_lanes. */
+MP_INLINE four sums_of_lanes(const floats v[4])
+{
+    eight in_four[2]; /* four lanes of each of two */
+    MP_UNROLL
+    for (int i = 0; i < 2; i++) {
+        const eight a = in_eight(v[2 * i]), b = in_eight(v[2 * i + 1]);
+        in_four[i] = MP_PICK_EIGHT(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+                     MP_PICK_EIGHT(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+    const eight a = in_four[0], b = in_four[1];
+    const union { eight whole; four halves[2]; } in_two = {
+        MP_PICK_EIGHT(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+        MP_PICK_EIGHT(a, b, 2, 3, 10, 11, 6, 7, 14, 15)};
+    const four even = in_two.halves[0], odd = in_two.halves[1];
+    return MP_PICK_FOUR(even, odd, 0, 4, 2, 6) + MP_PICK_FOUR(even, odd, 1, 5, 3, 7);
+}
+
+#else
+
+MP_INLINE four sums_of_lanes(const floats v[4])
+{
+    return (four){sum_of_lanes(v[0]), sum_of_lanes(v[1]), sum_of_lanes(v[2]), sum_of_lanes(v[3])};
+}
+
+#endif
 
 /* Replaces scores by exponentials; returns their sum. The row has room up to whole vectors. */
 static inline float soften(float *scores, int64_t length)

@@ -58,27 +58,6 @@ MP_INLINE void unpack(const mp_geometry *g, const uint8_t *at, const int32_t *bl
 /* The sums of the lanes of sum[line][token], in the order of sum_of_lanes, as [line][token]. */
 #if MP_VECTOR_BYTES >= 32
 
-typedef float eight __attribute__((vector_size(32)));
-typedef int32_t eight_places __attribute__((vector_size(32)));
-typedef float four __attribute__((vector_size(16)));
-typedef four stored_four __attribute__((aligned(4), may_alias));
-
-#if defined(__clang__)
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (eight_places){__VA_ARGS__})
-#endif
-
-MP_INLINE eight in_eight(floats v)
-{
-#if MP_VECTOR_BYTES == 64
-    const union { floats whole; eight halves[2]; } parts = {v};
-    return parts.halves[0] + parts.halves[1];
-#else
-    return v;
-#endif
-}
-
 MP_INLINE void store_sums(floats sum[SCORE_LINES][SCORE_TOKENS], float scale, float *scores,
                           int64_t stride)
 {
@@ -86,17 +65,17 @@ MP_INLINE void store_sums(floats sum[SCORE_LINES][SCORE_TOKENS], float scale, fl
     MP_UNROLL
     for (int t = 0; t < SCORE_TOKENS; t++) {
         const eight a = in_eight(sum[0][t]), b = in_eight(sum[1][t]);
-        in_four[t] = PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+        in_four[t] = MP_PICK_EIGHT(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + MP_PICK_EIGHT(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
     }
     eight in_two[2]; /* two lanes of two tokens of each line */
     MP_UNROLL
     for (int i = 0; i < 2; i++) {
         const eight a = in_four[2 * i], b = in_four[2 * i + 1];
-        in_two[i] = PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+        in_two[i] = MP_PICK_EIGHT(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + MP_PICK_EIGHT(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
     }
     const eight a = in_two[0], b = in_two[1];
     const union { eight whole; four lines[2]; } parts = {
-        (PICK(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + PICK(a, b, 1, 3, 9, 11, 5, 7, 13, 15)) * scale};
+        (MP_PICK_EIGHT(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + MP_PICK_EIGHT(a, b, 1, 3, 9, 11, 5, 7, 13, 15)) * scale};
     *(stored_four *)scores = parts.lines[0];
     *(stored_four *)(scores + stride) = parts.lines[1];
 }

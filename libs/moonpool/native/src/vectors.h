@@ -58,6 +58,20 @@ MP_INLINE integers widened(const uint8_t *at)
 #endif
 }
 
+/* bfloat16 as floats, whose upper halves they are. */
+MP_INLINE floats widened_halves(const uint8_t *at)
+{
+#if MP_VECTOR_BYTES == 64 && defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
+    return (floats)_mm512_slli_epi32(wide, 16);
+#elif MP_VECTOR_BYTES == 32 && defined(__AVX2__)
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
+    return (floats)_mm256_slli_epi32(wide, 16);
+#else
+    return (floats)(__builtin_convertvector(*(const stored_halves *)at, words) << 16);
+#endif
+}
+
 /* Lanes of `v` in another order. */
 #if defined(__clang__)
 #define MP_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
