@@ -146,7 +146,8 @@ CASES = (
             fault_kinds=ALL_FAULTS,
             has_block_ids=True,
         ),
-        ends=FINISHES | GIVES_UP | {"cancelled"},
+        # Poison: both faults may be deaths of the worker that computes.
+        ends=FINISHES | GIVES_UP | {"cancelled", "poison_request"},
         is_quick=False,
         # Absent: the peer was asked in its next life.
         fetches=frozenset(FetchOutcome) - {FetchOutcome.RECOMPUTE, FetchOutcome.SHORT},
