@@ -146,7 +146,7 @@ CASES = (
             fault_kinds=ALL_FAULTS,
             has_block_ids=True,
         ),
-        # Poison: both faults may be deaths of the worker that computes.
+        # Poison: both faults may be the loss of the worker that computes.
         ends=FINISHES | GIVES_UP | {"cancelled", "poison_request"},
         is_quick=False,
         # Absent: the peer was asked in its next life.
