@@ -2,8 +2,9 @@
  * Vectors as wide as the instruction set that a file is compiled for: linear.c and attention.c are
  * compiled once for each of them, as leaf_digest.c is, with MP_ISA naming the variant.
  *
- * GCC's and Clang's vector extensions, no intrinsics: one source for x86 and ARM. A product that is added
- * to a sum at once is a fused multiply-add where there is one (-ffp-contract=fast in native/build.py).
+ * GCC's and Clang's vector extensions, and intrinsics only where GCC does not see the instruction: one source
+ * for x86 and ARM. A product that is added to a sum at once is a fused multiply-add where there is one
+ * (-ffp-contract=fast in native/build.py).
  */
 #ifndef MOONPOOL_VECTORS_H
 #define MOONPOOL_VECTORS_H
