@@ -116,18 +116,16 @@ async def serve(name: str) -> None:
 
 
 def scatter_reads(digests: DigestArray, count: int) -> list[KvRead]:
-    """One layer of 32 random blocks each."""
+    """One layer of 32 random blocks each. No two go to the same place: they may be under way at once."""
     rng = np.random.default_rng(1)
-    return [
-        block_read(
-            SMOLLM2,
-            digests,
-            rng.permutation(512)[:32].tolist(),
-            rng.permutation(512)[:32].tolist(),
-            [int(rng.integers(30))],
-        )
-        for _ in range(count)
-    ]
+    targets = [rng.permutation(512) for _ in range(SMOLLM2.num_layers)]
+    reads = []
+    for number in range(count):
+        turn, layer = divmod(number, SMOLLM2.num_layers)
+        own = targets[layer][turn * 32 : (turn + 1) * 32]
+        sources = rng.permutation(512)[:32].tolist()
+        reads.append(block_read(SMOLLM2, digests, sources, own.tolist(), [layer]))
+    return reads
 
 
 def run_reads(digests: DigestArray, size_bytes: int, count: int) -> list[KvRead]:
