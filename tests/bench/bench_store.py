@@ -431,16 +431,20 @@ def why_not() -> dict[str, str]:
         reasons |= dict.fromkeys(("redis-unix", "redis-tcp"), "hiredis is not installed")
     if importlib.util.find_spec("mooncake") is None:
         reasons["mooncake"] = "mooncake-transfer-engine-non-cuda is not installed"
-    elif [name for _, name in socket.if_nameindex()] != ["lo"]:
+    elif not is_alone():
         reasons["mooncake"] = "it would listen on all interfaces: see --help"
     else:
-        bring_up_loopback()
         imported = subprocess.run(
             [sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True
         )
         if imported.returncode:
             reasons["mooncake"] = imported.stderr.strip().splitlines()[-1]
     return reasons
+
+
+def is_alone() -> bool:
+    """In a network namespace of its own."""
+    return [name for _, name in socket.if_nameindex()] == ["lo"]
 
 
 def bring_up_loopback() -> None:
@@ -459,6 +463,8 @@ def version_of(package: str) -> str:
 
 
 async def run(options: argparse.Namespace) -> list[dict[str, object]]:
+    if is_alone():
+        bring_up_loopback()
     reasons = why_not()
     wanted = []
     for name in options.arms:
