@@ -10,7 +10,8 @@ the model, greedy tokens.
 
 moonpool   the core and the runner, with layer marks and leaf digests; decodes begin as requests whose KV
            has arrived from another worker
-llama.cpp  llama_decode, through llama-cpp-python; a decode's context is computed for one row and copied to the others
+llama.cpp  llama_decode, through llama-cpp-python; a decode's context is computed for one row, and copied
+           to the others
 vllm       LLMEngine.step, in this process; a decode's context is computed, or found in its prefix cache
 """
 

@@ -2,7 +2,7 @@
 
 A decode step reads every weight once, in pages of 4 KiB some fifty thousand of them for 200 MB, and each has
 to be looked up again: their entries do not stay in the processor either. In pages of 2 MiB the products of
-a step were 1.07 to 1.12 times as fast (docs/performance/engine.md).
+a step were 1.06 to 1.12 times as fast (docs/performance/engine.md).
 
 Weights of a few megabytes share a mapping, since a huge page of their own each would waste half of it. A
 mapping goes when the last array in it does.
