@@ -21,9 +21,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-
-FloatArray = npt.NDArray[np.float64]
 
 _NUM_PER_STRATUM = 5
 _MAX_STRATA = 48
@@ -40,8 +37,8 @@ class SampleWindow:
     """
 
     def __init__(self, reluctance: Sequence[float]) -> None:
-        self._reluctance = np.asarray(reluctance, np.float64)
-        assert (self._reluctance > 0.0).all(), reluctance
+        self._reluctance = tuple(reluctance)
+        assert min(self._reluctance) > 0.0, reluctance
         self._strata: OrderedDict[tuple[int, ...], deque[tuple[float, ...]]] = OrderedDict()
 
     def add(self, sizes: Sequence[int], features: Sequence[float], seconds: float) -> None:
@@ -59,23 +56,39 @@ class SampleWindow:
         samples.append((*features, seconds))
 
     def fit(self) -> tuple[float, ...]:
-        """The coefficients. Requires a sample."""
-        table = np.array([s for samples in self._strata.values() for s in samples], np.float64)
-        features = table[:, :-1] / table[:, -1:]
+        """The coefficients. Requires a sample.
+
+        A read of KV has one each time, so arrays do only what grows with the samples: their products,
+        [features + 1, features + 1], are solved in plain numbers.
+        """
+        samples = [sample for samples in self._strata.values() for sample in samples]
+        table = np.array(samples, np.float64)
+        # Of each sample: features over seconds, and 1, which they should sum up to.
+        relative = table / table[:, -1:]
+        products: list[list[float]] = (relative.T @ relative).tolist()
         # In these units every feature's column has mean square 1 (or 0): reluctances compare.
-        scale = np.sqrt(np.mean(features**2, axis=0))
-        scale[scale == 0.0] = 1.0
-        features /= scale
-        ridge = np.diag(self._reluctance * len(table))
-        weights = np.ones(len(table))
-        coefficients = np.zeros(len(scale))
-        for _ in range(_NUM_REWEIGHTINGS):
-            weighted = features * weights[:, None]
-            coefficients = _solve(weighted.T @ features + ridge, weighted.sum(axis=0))
-            errors = np.abs(features @ coefficients - 1.0)
+        scale = [
+            math.sqrt(products[j][j] / len(samples)) or 1.0 for j in range(len(self._reluctance))
+        ]
+        coefficients = self._solve(products, scale, len(samples))
+        for _ in range(_NUM_REWEIGHTINGS - 1):
+            errors = np.abs(relative @ np.array([*coefficients, -1.0]))
             weights = 1.0 / np.maximum(errors, _SMALL_ERROR)
-            weights *= len(table) / weights.sum()
-        return tuple(float(value) for value in coefficients / scale)
+            weights *= len(samples) / weights.sum()
+            products = ((relative * weights[:, None]).T @ relative).tolist()
+            coefficients = self._solve(products, scale, len(samples))
+        return coefficients
+
+    def _solve(
+        self, products: Sequence[Sequence[float]], scale: Sequence[float], num_samples: int
+    ) -> tuple[float, ...]:
+        """Coefficients for the (weighted) products of the samples' columns."""
+        columns = range(len(scale))
+        matrix = [[products[i][j] / (scale[i] * scale[j]) for j in columns] for i in columns]
+        for j in columns:
+            matrix[j][j] += self._reluctance[j] * num_samples
+        solution = _non_negative(matrix, [products[j][-1] / scale[j] for j in columns])
+        return tuple(value / unit for value, unit in zip(solution, scale, strict=True))
 
     def validate(self) -> None:
         """Check every invariant; for tests and debugging."""
@@ -85,22 +98,40 @@ class SampleWindow:
             assert all(math.isfinite(value) for sample in samples for value in sample), samples
 
 
-def _solve(matrix: FloatArray, target: FloatArray) -> FloatArray:
+def _non_negative(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
     """The x >= 0 that minimises x'Mx/2 - t'x, M positive definite: the best of all supports."""
     size = len(target)
-    best = np.zeros(size)
+    best = [0.0] * size
     best_value = 0.0
     for num_free in range(size, 0, -1):
         for support in itertools.combinations(range(size), num_free):
-            index = list(support)
-            part = np.linalg.solve(matrix[np.ix_(index, index)], target[index]).astype(np.float64)
-            if (part < 0.0).any():
+            part = _solution(
+                [[matrix[i][j] for j in support] for i in support], [target[i] for i in support]
+            )
+            if min(part) < 0.0:
                 continue
             if num_free == size:
                 return part
-            value = -float(part @ target[index]) / 2.0
+            value = -sum(x * target[i] for x, i in zip(part, support, strict=True)) / 2.0
             if value < best_value:
-                best = np.zeros(size)
-                best[index] = part
+                best = [0.0] * size
+                for x, i in zip(part, support, strict=True):
+                    best[i] = x
                 best_value = value
     return best
+
+
+def _solution(matrix: list[list[float]], target: list[float]) -> list[float]:
+    """The x with Mx = t, M positive definite (so no pivots are sought). Overwrites both."""
+    size = len(target)
+    for i in range(size):
+        for k in range(i + 1, size):
+            factor = matrix[k][i] / matrix[i][i]
+            for j in range(i + 1, size):
+                matrix[k][j] -= factor * matrix[i][j]
+            target[k] -= factor * target[i]
+    for i in reversed(range(size)):
+        for j in range(i + 1, size):
+            target[i] -= matrix[i][j] * target[j]
+        target[i] /= matrix[i][i]
+    return target
