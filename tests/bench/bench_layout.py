@@ -111,15 +111,16 @@ def copy(num_blocks: int, num_tokens: int, *, layers_at_once: int) -> Case:
     digests = np.zeros((num_blocks, LAYERS), np.uint64)
 
     def run(pool: Pool) -> None:
-        spans_of = plan(pool.layout, pool.layout)
+        copy_plan = plan(pool.layout, pool.layout)
         for first in range(0, LAYERS, layers_at_once):
             layers = (first, first + layers_at_once)
+            copies = copy_plan.copies(sources, targets, *layers)
             read = KvRead.of(
-                spans_of.spans(sources, targets, *layers),
+                copies.spans,
                 blocks=np.repeat(targets, layers_at_once),
                 layers=np.tile(np.arange(*layers), len(targets)),
                 expected=digests[targets, slice(*layers)].reshape(-1),
-                after_span=spans_of.last_spans(sources, targets, *layers).reshape(-1),
+                after_span=copies.last_spans.reshape(-1),
             )
             # What was copied is hashed, whether or not it is what was expected.
             kernels.copy_verify(pool.bytes, pool.bytes, read.spans, pool.geometry, read.checks)

@@ -98,10 +98,9 @@ def test_spans_copy_exactly_the_blocks(
                 to_view[shared_heads(b, a)] = from_view[shared_heads(a, b)]
 
     copy_plan = plan(source, target)
-    arguments = (from_ids, to_ids, first_layer, end_layer)
-    spans = copy_plan.spans(*arguments)
-    last_spans = copy_plan.last_spans(*arguments)
-    assert spans.dtype == np.int64
+    copies = copy_plan.copies(from_ids, to_ids, first_layer, end_layer)
+    spans, last_spans = copies.spans, copies.last_spans
+    assert spans.dtype == last_spans.dtype == np.int64
     assert last_spans.shape == (num_pairs, end_layer - first_layer)
     for row, (start, to, length) in enumerate(spans.tolist()):
         assert length > 0

@@ -86,7 +86,7 @@ async def test_blocks_in_another_order_are_converted(tmp_path: Path) -> None:
                 assert peer.plan == plan(theirs, ours)
                 assert peer.plan.is_complete
                 # One run for all layers of a block, or one for each.
-                num_runs = len(peer.plan.spans([3], [5], 0, 4))
+                num_runs = len(peer.plan.copies([3], [5], 0, 4).spans)
                 assert num_runs == (1 if ours == theirs else 4)
             finally:
                 await peer.close()

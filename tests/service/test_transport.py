@@ -146,18 +146,18 @@ async def test_blocks_are_converted_on_the_way_to_another_layout(name: str, orde
         for make in (KvLayout.block_major, KvLayout.layer_major)
     )
     theirs, ours = (by_layer, by_block) if orders == "layer to block" else (by_block, by_layer)
-    copy_plan = plan(theirs, ours)
     sources, targets = np.array([3, 9, 0, 4]), np.array([8, 7, 1, 0])
     pool = reader_pool(ours)
     async with serve_kv(theirs, by=name) as source, make_transport(name, pool) as transport:
         assert int(source.memory.leaf_digests[9, 2]) == leaf_digest(source.pool, theirs, 9, 2)
         peer = await transport.connect(source.region, timeout_s=5)
+        copies = plan(theirs, ours).copies(sources, targets, 1, 4)
         read = KvRead.of(
-            copy_plan.spans(sources, targets, 1, 4),
+            copies.spans,
             blocks=np.repeat(targets, 3),
             layers=np.tile(np.arange(1, 4), 4),
             expected=source.memory.leaf_digests[sources, 1:4].reshape(-1),
-            after_span=copy_plan.last_spans(sources, targets, 1, 4).reshape(-1),
+            after_span=copies.last_spans.reshape(-1),
         )
         assert (await peer.read(read, timeout_s=5)).bad_leaves == ()
         for source_block, target_block in zip(sources, targets, strict=True):

@@ -28,7 +28,7 @@ def test_a_digest_does_not_depend_on_strides() -> None:
     a = KvLayout.block_major(**SIZES, dtype="float32")
     b = KvLayout.layer_major(**SIZES, dtype="float32")
     from_pool, to_pool = make_pool(a), np.zeros(b.pool_bytes, np.uint8)
-    for start, to, length in plan(a, b).spans([3], [1], 0, 3).tolist():
+    for start, to, length in plan(a, b).copies([3], [1], 0, 3).spans.tolist():
         to_pool[to : to + length] = from_pool[start : start + length]
     assert block_leaves(from_pool, a, 3).tolist() == block_leaves(to_pool, b, 1).tolist()
     to_pool[b.plane_offset(1, 2, 1)] ^= 1

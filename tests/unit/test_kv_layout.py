@@ -52,7 +52,7 @@ def test_offsets_follow_the_order() -> None:
 def test_layers_are_those_of_the_model() -> None:
     layout = changed(block_major(), first_layer=10)
     assert layout.plane_offset(0, 12, 0) == block_major().plane_offset(0, 2, 0)
-    spans = plan(layout, layout).spans([1], [1], 11, 13)
+    spans = plan(layout, layout).copies([1], [1], 11, 13).spans
     assert spans.tolist() == [[8 * PLANE, 8 * PLANE, 4 * PLANE]]
     for layer in (9, 13):
         with pytest.raises(ValueError, match="layer"):
@@ -68,25 +68,27 @@ def test_an_offset_outside_the_pool_raises(place: tuple[int, int, int]) -> None:
 def test_block_major_to_block_major_is_one_run_a_block() -> None:
     copy_plan = plan(block_major(), block_major())
     block = 6 * PLANE
-    assert copy_plan.spans([1, 4], [2, 0], 0, 3).tolist() == [
+    assert copy_plan.copies([1, 4], [2, 0], 0, 3).spans.tolist() == [
         [block, 2 * block, block],
         [4 * block, 0, block],
     ]
-    assert copy_plan.spans([1, 2, 3], [4, 5, 6], 0, 3).tolist() == [[block, 4 * block, 3 * block]]
-    assert copy_plan.spans([1, 2, 3], [4, 5, 7], 0, 3)[:, 2].tolist() == [2 * block, block]
-    assert copy_plan.spans([1, 2], [4, 5], 1, 2).tolist() == [
+    assert copy_plan.copies([1, 2, 3], [4, 5, 6], 0, 3).spans.tolist() == [
+        [block, 4 * block, 3 * block]
+    ]
+    assert copy_plan.copies([1, 2, 3], [4, 5, 7], 0, 3).spans[:, 2].tolist() == [2 * block, block]
+    assert copy_plan.copies([1, 2], [4, 5], 1, 2).spans.tolist() == [
         [block + 2 * PLANE, 4 * block + 2 * PLANE, 2 * PLANE],
         [2 * block + 2 * PLANE, 5 * block + 2 * PLANE, 2 * PLANE],
     ]
 
 
 def test_layer_major_to_layer_major_joins_consecutive_blocks() -> None:
-    spans = plan(layer_major(), layer_major()).spans([1, 2, 3], [4, 5, 6], 0, 3)
+    spans = plan(layer_major(), layer_major()).copies([1, 2, 3], [4, 5, 6], 0, 3).spans
     assert spans[:, 2].tolist() == [6 * PLANE] * 3
 
 
 def test_orders_are_converted_layer_by_layer() -> None:
-    spans = plan(block_major(), layer_major()).spans([1], [4], 0, 3)
+    spans = plan(block_major(), layer_major()).copies([1], [4], 0, 3).spans
     assert spans.tolist() == [
         [(6 + 2 * layer) * PLANE, (layer * 8 + 4) * 2 * PLANE, 2 * PLANE] for layer in range(3)
     ]
@@ -100,10 +102,10 @@ def test_a_rank_of_all_heads_reads_from_ranks_of_one_and_back() -> None:
         assert not gather.is_complete
         assert scatter.is_complete
         head = PLANE // 2
-        (first, second) = gather.spans([0], [0], 0, 1).tolist()
+        (first, second) = gather.copies([0], [0], 0, 1).spans.tolist()
         assert first == [0, rank * head, head]
         assert second == [head, PLANE + rank * head, head]
-        assert scatter.spans([0], [0], 0, 1).tolist() == [
+        assert scatter.copies([0], [0], 0, 1).spans.tolist() == [
             [to, start, length] for start, to, length in (first, second)
         ]
 
@@ -111,21 +113,22 @@ def test_a_rank_of_all_heads_reads_from_ranks_of_one_and_back() -> None:
 def test_nothing_to_copy_is_no_span() -> None:
     copy_plan = plan(block_major(), layer_major())
     for arguments in (([], [], 0, 3), ([1, 2], [1, 2], 1, 1)):
-        assert copy_plan.spans(*arguments).shape == (0, 3)
-        assert copy_plan.last_spans(*arguments).size == 0
+        copies = copy_plan.copies(*arguments)
+        assert copies.spans.shape == (0, 3)
+        assert copies.last_spans.size == 0
 
 
 def test_ids_and_layers_outside_the_pools_raise() -> None:
     copy_plan = plan(block_major(), block_major(num_blocks=4))
-    assert len(copy_plan.spans(np.array([7], np.int32), [3], 0, 3)) == 1
+    assert len(copy_plan.copies(np.array([7], np.int32), [3], 0, 3).spans) == 1
     for from_ids, to_ids in (([8], [0]), ([-1], [0]), ([0], [4]), ([0], [-1])):
         with pytest.raises(ValueError, match="outside"):
-            copy_plan.spans(from_ids, to_ids, 0, 3)
+            copy_plan.copies(from_ids, to_ids, 0, 3)
     for first, end in ((-1, 1), (0, 4), (2, 1)):
         with pytest.raises(ValueError, match="outside"):
-            copy_plan.spans([0], [0], first, end)
+            copy_plan.copies([0], [0], first, end)
     with pytest.raises(ValueError, match="1 source blocks for 2"):
-        copy_plan.spans([0], [0, 1], 0, 3)
+        copy_plan.copies([0], [0, 1], 0, 3)
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,17 @@ class IncompatibleLayoutError(FailedPreconditionError):
         self.differences = tuple(differences)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Copies:
+    """What is copied for some layers of pairs of blocks, in order. Made by `CopyPlan.copies`."""
+
+    #: int64[m, 3] of (source offset, target offset, length) in bytes from the pools' starts.
+    spans: Int64Array
+    #: int64[n, num layers]: the row of `spans` that completes a leaf. When rows up to and including
+    #: it are copied, all planes of that (block, layer) are there and its digest can be checked.
+    last_spans: Int64Array
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
     """How to copy blocks from pools of one layout to pools of another. Made by `plan`."""
@@ -278,13 +289,13 @@ class CopyPlan:
         (group,) = self.target.groups
         return self.end_kv_head - self.first_kv_head == group.num_kv_heads
 
-    def spans(
+    def copies(
         self,
         source_block_ids: npt.ArrayLike,
         target_block_ids: npt.ArrayLike,
         first_layer: int,
         end_layer: int,
-    ) -> Int64Array:
+    ) -> Copies:
         """The copies for layers [first_layer, end_layer) of pairs of blocks.
 
         Neighbours on both sides are one span: from block-major to block-major a block's layers are
@@ -296,42 +307,32 @@ class CopyPlan:
             first_layer: Of the model.
             end_layer: Of the model.
 
-        Returns:
-            int64[m, 3] of (source offset, target offset, length) in bytes from the pools' starts.
-
         Raises:
             ValueError: numbers of ids differ, or an id or layer is outside its pool.
         """
         runs = self._runs(source_block_ids, target_block_ids, first_layer, end_layer)
-        rows = np.flatnonzero(runs.are_first())
+        are_first = runs.are_first()
+        rows = are_first.nonzero()[0]
         spans = np.empty((len(rows), 3), np.int64)
         spans[:, 0] = runs.source_starts[rows]
         spans[:, 1] = runs.target_starts[rows]
         spans[:-1, 2] = rows[1:] - rows[:-1]
-        spans[-1:, 2] = len(runs.target_starts) - rows[-1:]
+        spans[-1:, 2] = len(are_first) - rows[-1:]
         spans[:, 2] *= runs.length
-        return spans
 
-    def last_spans(
-        self,
-        source_block_ids: npt.ArrayLike,
-        target_block_ids: npt.ArrayLike,
-        first_layer: int,
-        end_layer: int,
-    ) -> Int64Array:
-        """int64[n, num layers]: the row of `spans`, for the same arguments, that completes a leaf.
-
-        When rows up to and including it are copied in order, all planes of that (block, layer) are
-        there and its digest can be checked.
-        """
-        runs = self._runs(source_block_ids, target_block_ids, first_layer, end_layer)
-        span_of_run = (np.cumsum(runs.are_first(), dtype=np.int64) - 1).reshape(runs.shape)
-        # To [block, layer, plane], with a length of 1 for what lies within every run.
-        order = np.argsort(runs.dimensions)
-        absent = tuple(dimension for dimension in range(3) if dimension not in runs.dimensions)
-        by_plane = np.expand_dims(span_of_run.transpose(order), absent)
-        shape = (by_plane.shape[0], end_layer - first_layer)
-        return np.broadcast_to(by_plane.max(axis=2), shape)
+        span_of_run = are_first.cumsum(dtype=np.int64)
+        span_of_run -= 1
+        if runs.dimensions == (0,):
+            by_block = span_of_run[:, None]
+        else:
+            # To [block, layer, plane], with a length of 1 for what lies within every run.
+            order = np.argsort(runs.dimensions)
+            absent = tuple(dimension for dimension in range(3) if dimension not in runs.dimensions)
+            by_plane = np.expand_dims(span_of_run.reshape(runs.shape).transpose(order), absent)
+            by_block = by_plane.max(axis=2)
+        last_spans = np.empty((len(by_block), end_layer - first_layer), np.int64)
+        last_spans[:] = by_block
+        return Copies(spans=spans, last_spans=last_spans)
 
     def _runs(
         self,
@@ -372,8 +373,8 @@ class CopyPlan:
         # From inside out in the order of the target's memory, so that what can be one span is
         # neighbours; the new axis is put in front.
         blocks = _Axis(target.block_stride_bytes, source.block_stride_bytes, len(to_ids), 0)
-        from_starts: Int64Array = np.full((), from_base, np.int64)
-        to_starts: Int64Array = np.full((), to_base, np.int64)
+        from_starts: Int64Array = np.asarray(from_base, np.int64)
+        to_starts: Int64Array = np.asarray(to_base, np.int64)
         axes = sorted([*inner, blocks])
         for axis in axes:
             if axis is blocks:
@@ -460,6 +461,7 @@ def _heads(group: KvGroup) -> str:
 
 def _checked_ids(block_ids: npt.ArrayLike, num_blocks: int, side: str) -> Int64Array:
     ids: Int64Array = np.asarray(block_ids, dtype=np.int64)
-    if len(ids) and not (ids.min() >= 0 and ids.max() < num_blocks):
+    # As unsigned, what is negative is too large as well.
+    if len(ids) and ids.view(np.uint64).max() >= num_blocks:
         raise ValueError(f"a {side} block id is outside [0, {num_blocks})")
     return ids

@@ -130,13 +130,13 @@ class KvReads:
                 raise TransferError("dropped on purpose", code="kv_peer_lost")
             case "delay":
                 await asyncio.sleep(int(argument) / 1_000)
-        layers = (effect.first_layer, effect.end_layer)
+        copies = peer.plan.copies(sources, targets, effect.first_layer, effect.end_layer)
         read = KvRead.of(
-            peer.plan.spans(sources, targets, *layers),
+            copies.spans,
             blocks=np.repeat(targets, num_layers),
             layers=np.tile(np.arange(columns.start, columns.stop), len(targets)),
             expected=expected.reshape(-1),
-            after_span=peer.plan.last_spans(sources, targets, *layers).reshape(-1),
+            after_span=copies.last_spans.reshape(-1),
         )
         started_ns = time.time_ns()
         try:
