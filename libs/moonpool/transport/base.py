@@ -82,7 +82,9 @@ class KvRead:
         """
         checks = leaf_checks(blocks, layers, expected, after_span)
         order = np.lexsort((checks["layer"], checks["block"], checks["after_span"]))
-        return cls(spans=np.ascontiguousarray(spans, np.int64), checks=checks[order], order=order)
+        return cls(
+            spans=np.ascontiguousarray(spans, np.int64), checks=checks.take(order), order=order
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +106,7 @@ class ReadResult:
 
 
 class KvPeer(Protocol):
-    """One incarnation of one peer, connected. Reads may overlap; they complete in order."""
+    """One incarnation of one peer, connected. Reads may overlap, and end in any order."""
 
     @property
     def region(self) -> KvRegion: ...
