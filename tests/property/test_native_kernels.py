@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import select
@@ -314,6 +315,56 @@ def test_tables_of_another_shape_and_memory_that_cannot_be_written_are_refused(
     finally:
         queue.close()
     assert np.array_equal(sealed, pool)
+
+
+def aligned(data: np.ndarray, shift: int) -> np.ndarray:
+    """A copy that lies `shift` bytes behind a multiple of 64."""
+    room = np.zeros(len(data) + 128, np.uint8)
+    first = -room.ctypes.data % 64 + shift
+    room[first : first + len(data)] = data
+    return room[first : first + len(data)]
+
+
+@forms
+@given(
+    num_bytes=st.integers(1, 20_000),
+    shifts=st.tuples(st.sampled_from([0, 32, 1, 63]), st.sampled_from([0, 32, 1, 63])),
+    seed=st.integers(0, 2**32 - 1),
+    is_flipped=st.booleans(),
+)
+@settings(max_examples=40)
+def test_a_leaf_that_is_one_run_is_copied_and_checked_wherever_it_lies(
+    kernels: native.Kernels,
+    num_bytes: int,
+    shifts: tuple[int, int],
+    seed: int,
+    is_flipped: bool,
+) -> None:
+    layout = KvLayout.block_major(
+        num_blocks=3, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"
+    )
+    geometry = dataclasses.replace(
+        LeafGeometry.of_layout(layout),
+        region_bytes=3 * num_bytes,
+        block_size=1,
+        token_bytes=num_bytes,
+        plane_bytes=num_bytes,
+        num_planes=1,
+        block_stride=num_bytes,
+    )
+    source = aligned(random_pool(geometry, seed), shifts[0])
+    target = aligned(np.zeros(3 * num_bytes, np.uint8), shifts[1])
+    expected = reference(source, geometry, 1, 0)
+    if is_flipped:
+        source[num_bytes + seed % num_bytes] ^= 1
+    start = num_bytes
+    spans = np.array([(start, start, num_bytes)], np.int64)
+    checks = native.leaf_checks([1], [0], np.array([expected], np.uint64), [0])
+    is_bad = kernels.copy_verify(source, target, spans, geometry, checks)
+    assert is_bad.tolist() == [is_flipped]
+    assert np.array_equal(target[start : start + num_bytes], source[start : start + num_bytes])
+    assert not target[:start].any()
+    assert not target[start + num_bytes :].any()
 
 
 @forms

@@ -3,8 +3,8 @@
 
 #define DECLARE(isa)                                                                        \
     uint64_t mp_leaf_digest_##isa(const uint8_t *, int64_t, int64_t, int64_t);              \
+    uint64_t mp_copy_leaf_##isa(uint8_t *, const uint8_t *, int64_t);                       \
     void mp_copy_##isa(uint8_t *, const uint8_t *, int64_t);                                \
-    void mp_copy_out_##isa(uint8_t *, const uint8_t *, int64_t);                            \
     void mp_multiply_##isa(const mp_linear *, const float *, int64_t, float *, float *);    \
     void mp_attend_##isa(const mp_attention *, int64_t, const mp_attention_rows *,          \
                          const float *, int64_t, float *, mp_result *);                     \
@@ -18,8 +18,8 @@
 #define CHOOSE(isa)                              \
     do {                                         \
         mp_leaf_digest = mp_leaf_digest_##isa;   \
+        mp_copy_leaf = mp_copy_leaf_##isa;       \
         mp_copy = mp_copy_##isa;                 \
-        mp_copy_out = mp_copy_out_##isa;         \
         multiply = mp_multiply_##isa;            \
         attend = mp_attend_##isa;                \
         attend_chunks = mp_attend_chunks_##isa;  \
@@ -38,8 +38,8 @@ DECLARE(avx512)
 #endif
 
 mp_leaf_digest_fn mp_leaf_digest = mp_leaf_digest_baseline;
+mp_copy_leaf_fn mp_copy_leaf = mp_copy_leaf_baseline;
 mp_copy_fn mp_copy = mp_copy_baseline;
-mp_copy_fn mp_copy_out = mp_copy_out_baseline;
 static mp_multiply_fn multiply = mp_multiply_baseline;
 static mp_attend_fn attend = mp_attend_baseline;
 static mp_attend_fn attend_chunks = mp_attend_chunks_baseline;

@@ -161,7 +161,8 @@ static int check_copy(int64_t source_bytes, int64_t target_bytes, const int64_t 
 /*
  * Copy spans (int64[num_spans, 3]: source offset, target offset, length), and check each leaf as soon
  * as its last byte is there, while it is in the cache. Leaves are in order of `after_span`. A long
- * span is copied up to each leaf's end in turn, so that no leaf is read back from memory.
+ * span is copied up to each leaf's end in turn, so that no leaf is read back from memory; a leaf that is one run of
+ * it is digested as it is copied.
  */
 void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8_t *target,
                               int64_t target_bytes, const int64_t *spans, int64_t num_spans,
@@ -178,16 +179,23 @@ void mp_copy_verify(const uint8_t *source, int64_t source_bytes, uint8_t *target
         while (leaf < num_leaves && (num_spans == 0 || leaves[leaf].after_span == i)) {
             const int64_t leaf_end = mp_leaf_end(g, leaves[leaf].block, leaves[leaf].layer);
             const int64_t upto = leaf_end - to < length ? leaf_end - to : length;
-            if (upto > done) {
-                mp_copy(target + to + done, source + from + done, upto - done);
-                done = upto;
+            const uint8_t *rest = source + from + done;
+            uint64_t digest;
+            if (mp_leaf_is_one_run(g) && upto - done == g->num_planes * g->plane_bytes &&
+                to + upto == leaf_end) {
+                digest = mp_copy_leaf(target + to + done, rest, upto - done);
+            } else {
+                if (upto > done)
+                    mp_copy(target + to + done, rest, upto - done);
+                digest = digest_of(target, g, leaves[leaf].block, leaves[leaf].layer);
             }
-            is_bad[leaf] = digest_of(target, g, leaves[leaf].block, leaves[leaf].layer) !=
-                           leaves[leaf].expected;
+            done = upto > done ? upto : done;
+            is_bad[leaf] = digest != leaves[leaf].expected;
             result->num_bad += is_bad[leaf];
             leaf++;
         }
         if (length > done)
             mp_copy(target + to + done, source + from + done, length - done);
     }
+    mp_copied_out();
 }

@@ -83,14 +83,21 @@ static inline int64_t mp_leaf_end(const mp_geometry *g, int64_t block, int64_t l
     return mp_leaf_offset(g, block, layer) + (g->num_planes - 1) * g->plane_stride + g->plane_bytes;
 }
 
+/* All planes of a leaf lie one after another, as its digest takes them. */
+static inline int mp_leaf_is_one_run(const mp_geometry *g)
+{
+    return g->num_planes == 1 || g->plane_stride == g->plane_bytes;
+}
+
+typedef uint64_t (*mp_copy_leaf_fn)(uint8_t *to, const uint8_t *from, int64_t num_bytes);
 typedef void (*mp_copy_fn)(uint8_t *to, const uint8_t *from, int64_t num_bytes);
 
 /* The variants that suit this machine, chosen when the library is loaded. */
 extern mp_leaf_digest_fn mp_leaf_digest;
+extern mp_copy_leaf_fn mp_copy_leaf;
 extern mp_copy_fn mp_copy;
-extern mp_copy_fn mp_copy_out;
 
-/* Whoever is told something after this sees all that mp_copy_out wrote before. */
+/* Whoever is told something after this sees all that was written past the cache before. */
 static inline void mp_copied_out(void)
 {
 #if defined(__x86_64__) || defined(__i386__)

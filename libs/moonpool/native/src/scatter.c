@@ -8,8 +8,8 @@
  *   leaves                     ^done_at          ^done_at                         ^done_at
  *
  * Each message is copied to where its spans lie in the pool, and each leaf is checked when its last byte
- * has been copied. A leaf that lies whole and in one run in a message is checked there, in memory that nobody else
- * writes, and its copy is written past the cache; any other is read back from the pool. A read's bounds are
+ * has been copied. A leaf that lies whole and in one run in a message is digested as it is copied; any other
+ * is read back from the pool. A read's bounds are
  * checked once, before it is expected.
  *
  * Life of a read (its memory is the caller's)
@@ -82,15 +82,12 @@ MP_EXPORT int64_t mp_read_plan(mp_read *read, const mp_geometry *g, int64_t targ
     return is_sorted;
 }
 
-/*
- * True if the next bytes are the whole of the leaf, in the order of its digest: what `source` holds of it
- * may be checked instead of the copy.
- */
+/* True if the next bytes are the whole of the leaf, in the order of its digest. */
 static int is_whole(const mp_stream *s, const mp_read *read, const mp_leaf *leaf, int64_t stop)
 {
     const mp_geometry *g = s->geometry;
     const int64_t leaf_bytes = g->plane_bytes * g->num_planes;
-    if (stop - read->at != leaf_bytes || (g->num_planes > 1 && g->plane_stride != g->plane_bytes))
+    if (stop - read->at != leaf_bytes || !mp_leaf_is_one_run(g))
         return 0;
     const int64_t *span = &read->spans[3 * read->span];
     const int64_t within = read->at - read->starts[read->span];
@@ -116,8 +113,7 @@ static void scatter(const mp_stream *s, mp_read *read, const uint8_t *source, in
         if (has_leaf && is_whole(s, read, &read->leaves[read->leaf], stop)) {
             const int64_t *span = &read->spans[3 * read->span];
             const int64_t within = read->at - read->starts[read->span], part = stop - read->at;
-            check_leaf(read, mp_leaf_digest(source, part, part, 1));
-            mp_copy_out(s->target + span[1] + within, source, part);
+            check_leaf(read, mp_copy_leaf(s->target + span[1] + within, source, part));
             source += part;
             read->at = stop;
             read->span += within + part == span[2];
