@@ -105,8 +105,13 @@ class Copier:
         self._is_closed = False
         self._loop.add_reader(self._queue.fileno(), self._on_ready)
 
+    @property
+    def num_jobs(self) -> int:
+        """Copies that were submitted and are not over."""
+        return len(self._jobs)
+
     def route(self, source: ByteArray, target: LocalPool) -> CopyRoute:
-        """From a peer's map into our pool; keeps both alive."""
+        """From a peer's map into our pool, for any copier; keeps both alive."""
         return self._queue.route(source, target.bytes, target.geometry)
 
     def submit(

@@ -8,6 +8,7 @@ mapped, and what it held verifies or does not; that it is dead is the handoff st
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from moonpool.errors import TransferError
@@ -18,6 +19,9 @@ from moonpool.memory.worker_memory import POOL_NAME
 from moonpool.native import CopyRoute, Kernels, RangeError
 from moonpool.transport.base import KvPeer, KvRead, LocalPool, ReadResult, peer_lost
 from moonpool.transport.copier import Copier, CopyCancelledError, CopyJob
+
+#: Copies that run at once: one core does not copy and check as fast as memory delivers.
+NUM_THREADS = 2
 
 
 class ShmTransport:
@@ -34,10 +38,10 @@ class ShmTransport:
         self._pool = pool
         self._host_id = host_id
         self._kernels = kernels
-        self._copier: Copier | None = None
+        self._copiers: list[Copier] = []
 
     async def __aenter__(self) -> ShmTransport:
-        self._copier = Copier(self._kernels)
+        self._copiers = [Copier(self._kernels) for _ in range(NUM_THREADS)]
         return self
 
     async def __aexit__(
@@ -46,8 +50,8 @@ class ShmTransport:
         _error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        if self._copier is not None:
-            self._copier.close()
+        for copier in self._copiers:
+            copier.close()
 
     @property
     def unusable(self) -> str | None:
@@ -64,27 +68,31 @@ class ShmTransport:
         return None
 
     async def connect(self, region: KvRegion, *, timeout_s: float) -> KvPeer:
-        assert self._copier is not None, "not entered"
+        assert self._copiers, "not entered"
         reason = self.why_not(region)
         if reason is not None:
             raise TransferError(reason, code="kv_transport_unusable")
         mapped = await fetch_region(
             region.fd_socket, POOL_NAME, region.pool_bytes, timeout_s=timeout_s
         )
-        return ShmPeer(region, mapped, self._pool, self._copier)
+        return ShmPeer(region, mapped, self._pool, self._copiers)
 
 
 class ShmPeer:
-    """One peer's pool, mapped."""
+    """One peer's pool, mapped. Each read is copied by the thread that has the fewest to do."""
 
     def __init__(
-        self, region: KvRegion, mapped: ReadOnlyRegion, pool: LocalPool, copier: Copier
+        self,
+        region: KvRegion,
+        mapped: ReadOnlyRegion,
+        pool: LocalPool,
+        copiers: Sequence[Copier],
     ) -> None:
         self._region = region
         self._mapped = mapped
         #: None once closed: the route keeps the peer's memory mapped.
-        self._route: CopyRoute | None = copier.route(mapped.bytes, pool)
-        self._copier = copier
+        self._route: CopyRoute | None = copiers[0].route(mapped.bytes, pool)
+        self._copiers = copiers
         self._jobs: set[CopyJob] = set()
 
     @property
@@ -100,7 +108,8 @@ class ShmPeer:
         if self._route is None:
             raise peer_lost(f"{self._region.worker} is closed")
         started = time.monotonic()
-        job = self._copier.submit(self._route, read.spans, read.checks)
+        copier = min(self._copiers, key=lambda copier: copier.num_jobs)
+        job = copier.submit(self._route, read.spans, read.checks)
         self._jobs.add(job)
         try:
             is_bad = await job.wait()
