@@ -70,23 +70,23 @@ class SampleWindow:
         scale = [
             math.sqrt(products[j][j] / len(samples)) or 1.0 for j in range(len(self._reluctance))
         ]
-        coefficients = self._solve(products, scale, len(samples))
+        coefficients = self._solve(products, scale)
         for _ in range(_NUM_REWEIGHTINGS - 1):
             errors = np.abs(relative @ np.array([*coefficients, -1.0]))
-            weights = 1.0 / np.maximum(errors, _SMALL_ERROR)
-            weights *= len(samples) / weights.sum()
-            products = ((relative * weights[:, None]).T @ relative).tolist()
-            coefficients = self._solve(products, scale, len(samples))
+            weighted = relative / np.maximum(errors, _SMALL_ERROR)[:, None]
+            products = (weighted.T @ relative).tolist()
+            coefficients = self._solve(products, scale)
         return coefficients
 
     def _solve(
-        self, products: Sequence[Sequence[float]], scale: Sequence[float], num_samples: int
+        self, products: Sequence[Sequence[float]], scale: Sequence[float]
     ) -> tuple[float, ...]:
         """Coefficients for the (weighted) products of the samples' columns."""
         columns = range(len(scale))
         matrix = [[products[i][j] / (scale[i] * scale[j]) for j in columns] for i in columns]
+        sum_of_weights = products[-1][-1]
         for j in columns:
-            matrix[j][j] += self._reluctance[j] * num_samples
+            matrix[j][j] += self._reluctance[j] * sum_of_weights
         solution = _non_negative(matrix, [products[j][-1] / scale[j] for j in columns])
         return tuple(value / unit for value, unit in zip(solution, scale, strict=True))
 
