@@ -60,6 +60,8 @@ class KvRead:
     checks: LeafCheckArray
     #: int64[m]: where each of `checks` stood among the leaves that `of` was given.
     order: Int64Array
+    #: Of all spans.
+    num_bytes: int
 
     @classmethod
     def of(
@@ -83,12 +85,11 @@ class KvRead:
         checks = leaf_checks(blocks, layers, expected, after_span)
         order = np.lexsort((checks["layer"], checks["block"], checks["after_span"]))
         return cls(
-            spans=np.ascontiguousarray(spans, np.int64), checks=checks.take(order), order=order
+            spans=np.ascontiguousarray(spans, np.int64),
+            checks=checks.take(order),
+            order=order,
+            num_bytes=int(spans[:, 2].sum()),
         )
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.spans[:, 2].sum())
 
     def bad_leaves(self, is_bad: npt.NDArray[np.bool_] | None) -> tuple[int, ...]:
         """The caller's numbers of the checks marked in `is_bad`, ascending; None marks none."""

@@ -149,8 +149,11 @@ class KvReads:
         if fault == "limit":
             await self._take_link(result, bytes_per_s=max(int(argument), 1))
         bad = sorted({leaf // num_layers for leaf in result.bad_leaves})
-        good = np.delete(np.arange(len(targets)), bad)
-        self._leaf_digests[targets[good], columns] = expected[good]
+        if bad:
+            good = np.delete(np.arange(len(targets)), bad)
+            self._leaf_digests[targets[good], columns] = expected[good]
+        else:
+            self._leaf_digests[targets, columns] = expected
         self._book.read_done(
             effect.read_id.attempt_id,
             ReadRecord(
