@@ -177,6 +177,8 @@ class DecodeHandoffs:
 
     def next_wakeup(self) -> float | None:
         """When `tick` has something to do next, or None."""
+        if not self._handoffs:
+            return self._ended.next_wakeup()
         return min(self._wakeups(), default=None)
 
     def is_live(self, attempt_id: AttemptId) -> bool:

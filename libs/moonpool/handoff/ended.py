@@ -58,7 +58,9 @@ class EndedAttempts:
 
     def next_wakeup(self) -> float | None:
         """When the oldest entry is forgotten."""
-        return next((ended.forget_at for ended in self._by_request.values()), None)
+        for ended in self._by_request.values():
+            return ended.forget_at
+        return None
 
     def fork(self) -> EndedAttempts:
         copy = EndedAttempts(self._remember_s)

@@ -151,6 +151,8 @@ class PrefillHandoffs:
 
     def next_wakeup(self) -> float | None:
         """When `tick` has something to do next, or None."""
+        if not (self._parked or self._handoffs):
+            return self._ended.next_wakeup()
         return min(self._wakeups(), default=None)
 
     def keep_waiting(self, now: float) -> list[PrefillEffect]:

@@ -181,12 +181,12 @@ class WorkerHandoffs:
         ]
 
     def next_wakeup(self) -> float | None:
-        """When `tick` has something to do next, or None."""
+        """When `tick` has something to do next, or None. Asked after every event."""
         machines = (self.prefill, self.decode, self.fetches, self.holds)
-        times = [machine.next_wakeup() for machine in machines]
-        if self.fetches.num_fetches:
-            times.append(self.prefill.next_waiting_at)
-        return min((time for time in times if time is not None), default=None)
+        times = [time for machine in machines if (time := machine.next_wakeup()) is not None]
+        if self.fetches.num_fetches and (time := self.prefill.next_waiting_at) is not None:
+            times.append(time)
+        return min(times, default=None)
 
     @property
     def num_entries(self) -> int:

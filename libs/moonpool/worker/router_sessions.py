@@ -106,6 +106,8 @@ class RouterSessions:
 
     def load_changed(self) -> None:
         """The load differs from before: routers that were told another one are told soon."""
+        if not self._sessions:
+            return
         load = self._load()
         for session in self._sessions.values():
             if session.sent_load is not None and load.differs_from(session.sent_load):
