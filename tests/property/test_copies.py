@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
 from moonpool.tiering.copies import CopyBook, CopyConfig, TakeChain
 from moonpool.tiering.homes import home_key, homes_of
+from moonpool.tiering.protocol import PutRefusal
 from moonpool.tiering.replicas import ReplicaConfig
 from moonpool.tiering.store_record import (
     MAX_COPIES,
@@ -101,7 +103,7 @@ class Ring:
                         source.note_returned(store_id, self.now)
                     if take.hashes not in self.chains[store_id]:
                         self.lacks[store_id].add(take.hashes)
-                    book.on_taken(take, is_refused=False)
+                    book.on_taken(take, self.now, refusal=None)
                 taken += takes
             book.validate()
         return taken
@@ -224,7 +226,7 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     ring.beat()
     held = [chain(number, num_blocks=300) for number in range(100)]
     leaver = ring.books[WorkerId("s0")]
-    for what in (*held, chain(999, num_blocks=MAX_COPY_BLOCKS + 1)):
+    for what in held:
         leaver.note_kept(what)
         leaver.validate()
     ring.leave("s0")
@@ -237,7 +239,7 @@ def test_only_a_few_are_taken_at_a_time_and_asks_fit_a_record() -> None:
     assert len(takes) == CONFIG.max_takes
     # However long they take.
     assert taker.takes(ring.now + 100.0) == []
-    taker.on_taken(takes[0], is_refused=False)
+    taker.on_taken(takes[0], ring.now, refusal=None)
     assert len(taker.takes(ring.now)) == 1
     taker.validate()
 
@@ -255,23 +257,23 @@ def test_what_was_refused_is_offered_again_at_the_next_view() -> None:
     taker.on_view(view, ring.now)
     first, *others = taker.takes(ring.now)
     lacks.add(first.hashes)
-    assert not taker.on_taken(first, is_refused=True)
+    assert not taker.on_taken(first, ring.now, refusal=PutRefusal.TOO_MANY_PUTS)
     taker.validate()
     # Others may be let in: these come before it.
     others += taker.takes(ring.now)
     for take in others:
-        taker.on_taken(take, is_refused=False)
+        taker.on_taken(take, ring.now, refusal=None)
     others += taker.takes(ring.now)
     assert sorted(take.hashes for take in (first, *others)) == sorted(held)
     assert taker.takes(ring.now) == []
     taker.validate()
-    taker.on_taken(others[-1], is_refused=False)
+    taker.on_taken(others[-1], ring.now, refusal=None)
     taker.on_view(view, ring.now)
     assert taker.takes(ring.now + 1.0) == [first]
     taker.validate()
     # What was taken is not.
     lacks.clear()
-    assert taker.on_taken(first, is_refused=False)
+    assert taker.on_taken(first, ring.now, refusal=None)
     taker.on_view(view, ring.now)
     assert taker.takes(ring.now + 2.0) == []
 
@@ -296,7 +298,7 @@ def test_what_a_leaving_node_asks_for_is_taken_until_all_of_it_lies_there() -> N
     leaver.note_lent(what, ring.now)
     (moved,) = takes(is_draining=False)
     lacks.add(what)
-    assert not taker.on_taken(moved, is_refused=False)
+    assert not taker.on_taken(moved, ring.now, refusal=None)
     assert takes(is_draining=False) == []
     # For its source leaves there is no later.
     leaver.leave()
@@ -305,7 +307,7 @@ def test_what_a_leaving_node_asks_for_is_taken_until_all_of_it_lies_there() -> N
         assert take == replace(moved, is_source_leaving=True)
         if not num_left:
             lacks.clear()
-        assert taker.on_taken(take, is_refused=False) == (not num_left)
+        assert taker.on_taken(take, ring.now, refusal=None) == (not num_left)
         assert taker.takes(ring.now) == []
     for _ in range(3):
         assert takes(is_draining=True) == []
@@ -328,7 +330,7 @@ def test_who_has_what_a_leaving_node_asks_for_tells_it() -> None:
         taker, member = ring.books[to_take], ring.members[store_id]
         taker.on_view(RingView.of([asking]), ring.now)
         for take in taker.takes(ring.now):
-            taker.on_taken(take, is_refused=False)
+            taker.on_taken(take, ring.now, refusal=None)
         taker.validate()
         told = taker.record(ring.members[to_take], ring.now, ring.now)
         assert told.taken == (what[-1],)
@@ -474,3 +476,99 @@ def test_without_a_view_nothing_is_asked_and_nothing_is_taken() -> None:
         book.note_lent(chain(1), 0.0)
     assert book.record(member, 0.0, 0.0).copies == ()
     assert book.takes(0.0) == []
+
+
+class Taking:
+    """s1, of which a node that leaves asks this: what it tells of it, and the next try."""
+
+    def __init__(self, *chains: Chain) -> None:
+        self.ring = Ring("s0", "s1")
+        self.ring.beat()
+        self.num_here = dict.fromkeys(chains, 0)
+        self.book = CopyBook(
+            WorkerId("s1"),
+            CONFIG,
+            tenant_of=tenant_of,
+            num_here=lambda what: self.num_here.get(what, len(what)),
+        )
+        leaver = self.ring.leave("s0")
+        for what in reversed(chains):
+            leaver.note_kept(what)
+        self.asking = self.ring.record("s0")
+
+    def told(self) -> StoreRecord:
+        return self.book.record(self.ring.members[WorkerId("s1")], self.ring.now, self.ring.now)
+
+    def takes(self, seconds: float = 0.0) -> list[TakeChain]:
+        """What is begun when the next view comes."""
+        self.ring.now += seconds
+        self.book.on_view(RingView.of([self.asking]), self.ring.now)
+        self.book.validate()
+        return self.book.takes(self.ring.now)
+
+    def end(self, take: TakeChain, *, num_here: int = 0, refusal: PutRefusal | None = None) -> bool:
+        self.num_here[take.hashes] = num_here
+        is_waited_for = self.book.on_taken(take, self.ring.now, refusal=refusal)
+        self.book.validate()
+        return is_waited_for
+
+
+@pytest.mark.parametrize("refusal", [None, PutRefusal.NO_ROOM, PutRefusal.OVER_QUOTA])
+def test_what_does_not_come_is_declined_after_a_while(refusal: PutRefusal | None) -> None:
+    what = chain(1, num_blocks=5)
+    taking = Taking(what)
+    (take,) = taking.takes()
+    assert not taking.end(take, refusal=refusal)
+    (take,) = taking.takes(CONFIG.vain_s - 0.1)
+    # A part of it has come: the next one is read at once,
+    assert not taking.end(take, num_here=3)
+    (take,) = taking.book.takes(taking.ring.now)
+    # and nothing more comes for a whole while, however often it is tried.
+    for seconds in (0.0, CONFIG.vain_s - 0.1):
+        assert not taking.end(take, num_here=3 if seconds else 2, refusal=refusal)
+        assert taking.book.takes(taking.ring.now) == []
+        (take,) = taking.takes(CONFIG.vain_s - 0.1 if not seconds else 0.1)
+    assert taking.told().declined == ()
+    assert taking.end(take, num_here=3, refusal=refusal)
+    assert (taking.told().declined, taking.told().taken) == ((what[-1],), ())
+    assert taking.takes(10.0) == []
+    # A worker has brought it.
+    taking.num_here[what] = 5
+    assert taking.takes() == []
+    assert (taking.told().declined, taking.told().taken) == ((), (what[-1],))
+
+
+def test_what_waits_for_others_is_not_declined() -> None:
+    stem = chain(1, num_blocks=2)
+    first, second = (*stem, *chain(2)), (*stem, *chain(3))
+    taking = Taking(first, second)
+    takes = {take.hashes: take for take in taking.takes()}
+    # It is not wanted, since the other one brings what they have in common.
+    assert not taking.end(takes[second])
+    for _ in range(5):
+        (take,) = taking.takes(CONFIG.vain_s)
+        assert not taking.end(take)
+    assert not taking.end(takes[first], num_here=2)
+    # Or there are too many of workers.
+    for _ in range(5):
+        for take in taking.takes(CONFIG.vain_s):
+            assert not taking.end(
+                take, num_here=2 if take.hashes == first else 0, refusal=PutRefusal.TOO_MANY_PUTS
+            )
+    assert taking.told().declined == ()
+
+
+def test_when_the_first_has_gone_again_the_others_of_its_account_are_declined() -> None:
+    one, other = (
+        [what for what in map(chain, range(30)) if tenant_of(what[-1]) == f"tenant-{number}"]
+        for number in range(2)
+    )
+    taking = Taking(*one[:6], other[0])
+    takes = taking.takes()
+    assert [take.hashes for take in takes] == one[:4]
+    for take in takes:
+        assert taking.end(take, num_here=3)
+    taking.num_here[one[0]] = 2
+    assert [take.hashes for take in taking.takes()] == [other[0]]
+    assert set(taking.told().declined) == {one[4][-1], one[5][-1]}
+    assert set(taking.told().taken) == {what[-1] for what in one[:4]}

@@ -204,6 +204,22 @@ async def test_keepers_see_each_other_and_leave(enter_lab: EnterLab) -> None:
         assert await lab.first.read() == RingView()
 
 
+async def test_whoever_is_waited_for_beats_often() -> None:
+    views: asyncio.Queue[RingView] = asyncio.Queue()
+    keeper = DirectoryKeeper(
+        EmbeddedDirectory(ManualClock()),
+        record=lambda: record("store-0"),
+        on_view=views.put_nowait,
+        beat_s=100 * _DEADLINE_S,
+    )
+    async with asyncio.timeout(_DEADLINE_S), keeper:
+        await views.get()
+        keeper.hasten(True)
+        keeper.beat_now()
+        for _ in range(2):
+            await views.get()
+
+
 # -- Redis that comes and goes --
 
 

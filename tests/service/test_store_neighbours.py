@@ -59,6 +59,8 @@ class Store:
         self.may_read.set()
         #: So many readings bring nothing.
         self.num_to_lose = 0
+        #: For what there is no room.
+        self.too_large: set[Chain] = set()
         self.neighbours = Neighbours(
             key=self.key,
             address=name,
@@ -70,6 +72,7 @@ class Store:
                     replicas=ReplicaConfig(bytes_per_s_of_a_copy=1_000.0),
                     ramp_s=1.0,
                     asked_s=1.0,
+                    vain_s=0.8,
                 ),
                 tenant_of=lambda _: "acme",
                 num_here=self._num_here,
@@ -87,6 +90,8 @@ class Store:
         self.offers.append(offer)
         if offer.hashes in self.chains:
             return PutAnswer(num_wanted_blocks=0)
+        if offer.hashes in self.too_large:
+            return PutAnswer(num_wanted_blocks=0, refusal=PutRefusal.NO_ROOM)
         if self.num_readings >= self.max_readings:
             self.num_refused += 1
             return PutAnswer(num_wanted_blocks=0, refusal=PutRefusal.TOO_MANY_PUTS)
@@ -213,6 +218,29 @@ async def test_a_node_that_leaves_waits_for_others_that_are_slow() -> None:
             assert not leaving.done()
             second.may_read.set()
         assert second.chains == chains
+
+
+async def test_what_nobody_has_room_for_is_not_waited_for() -> None:
+    clock = ManualClock()
+    async with two_stores(EmbeddedDirectory(clock), clock) as (first, second):
+        chains = give(first, 10)
+        second.too_large = {chain(3), chain(5)}
+        async with asyncio.TaskGroup() as tasks:
+            leaving = tasks.create_task(first.neighbours.leave(timeout_s=15.0))
+            await eventually(
+                lambda: second.chains == chains - second.too_large,
+                timeout_s=_DEADLINE_S,
+                what="the others",
+            )
+            num_offers = len(second.offers)
+            await eventually(
+                lambda: len(second.offers) > num_offers + 4, timeout_s=_DEADLINE_S, what="tries"
+            )
+            assert not leaving.done()
+            # Less than a chain is asked for without a sign.
+            clock.advance(0.9)
+            handed = await leaving
+        assert handed == {block_hash for what in second.chains for block_hash in what}
 
 
 async def test_others_that_leave_as_well_are_not_waited_for() -> None:

@@ -67,14 +67,24 @@ class Leaver:
         self.handover.validate()
         return {one.chain: one.takers for one in asked}
 
-    def hear(self, *taken: Chain, of: WorkerId = ONE, is_heard: bool = True) -> None:
-        """A view: this node's own record as it is, if that was heard, and what another one has."""
+    def hear(
+        self,
+        *taken: Chain,
+        declined: tuple[Chain, ...] = (),
+        of: WorkerId = ONE,
+        is_heard: bool = True,
+    ) -> None:
+        """A view: this node's own record as it is, if that was heard, and what another one says."""
         copies = tuple(
             ChainCopy(kind=CopyKind.MOVE, tenant="", hashes=what, takers=takers)
             for what, takers in self.ask().items()
         )
         own = StoreRecord(member=member(ME, is_draining=True), copies=copies if is_heard else ())
-        told = StoreRecord(member=member(of), taken=tuple(what[-1] for what in taken))
+        told = StoreRecord(
+            member=member(of),
+            taken=tuple(what[-1] for what in taken),
+            declined=tuple(what[-1] for what in declined),
+        )
         self.handover.on_view(RingView.of([own, told]), ME, self.now)
         self.handover.validate()
 
@@ -272,3 +282,74 @@ def test_what_is_left_of_chains_that_begin_alike_is_asked_for_once(leaver: Leave
     assert list(leaver.ask()) == [whole]
     leaver.num_here[whole] = 2
     assert (leaver.ask(), leaver.is_over) == ({}, True)
+
+
+def test_what_is_declined_is_asked_of_the_next_one_and_then_left(leaver: Leaver) -> None:
+    what = chain_of(ONE)
+    leaver.handover.note(what)
+    leaver.hear()
+    # Nobody declines for another.
+    leaver.hear(declined=(what,), of=OTHER)
+    assert leaver.ask() == {what: (ONE,)}
+    leaver.now += ASKED_S - 0.1
+    leaver.hear(declined=(what,))
+    leaver.now += 0.2
+    assert (leaver.is_over, leaver.ask()) == (False, {what: (OTHER,)})
+    # It has its own time, and is not asked twice.
+    leaver.now += ASKED_S - 0.1
+    leaver.hear(declined=(what,))
+    assert (leaver.is_over, leaver.ask()) == (False, {what: (OTHER,)})
+    leaver.hear(declined=(what,), of=OTHER)
+    assert (leaver.ask(), leaver.is_over, leaver.handed()) == ({what: ()}, True, set())
+    # Somebody new may have room for it.
+    leaver.weights[WorkerId("s3")] = 1.0
+    assert (leaver.ask(), leaver.is_over) == ({what: (WorkerId("s3"),)}, False)
+    # Or one that had none by now.
+    leaver.hear(what)
+    assert (leaver.is_over, leaver.handed()) == (True, set(what))
+
+
+def test_a_taker_that_declines_is_there_all_the_same(leaver: Leaver) -> None:
+    large, small = chain_of(ONE), chain_of(ONE, 1)
+    leaver.weights = {ONE: 1.0}
+    leaver.handover.note(small)
+    leaver.handover.note(large)
+    leaver.hear()
+    leaver.now += ASKED_S - 0.1
+    leaver.hear(declined=(large,))
+    assert leaver.ask() == {large: (), small: (ONE,)}
+    leaver.now += ASKED_S - 0.1
+    assert (leaver.is_over, list(leaver.ask())) == (False, [small, large])
+    leaver.now += 0.2
+    assert leaver.is_over
+
+
+def test_what_all_decline_makes_room(leaver: Leaver) -> None:
+    large, small = chain(1, MAX_COPY_BLOCKS), chain(2)
+    leaver.handover.note(large)
+    leaver.hear()
+    leaver.handover.note(small)
+    for _ in range(2):
+        ((taker,),) = leaver.ask().values()
+        leaver.hear(declined=(large,), of=taker)
+    leaver.ask()
+    assert list(leaver.ask()) == [small]
+
+
+def test_who_declined_the_whole_of_a_chain_may_have_room_for_what_is_left_of_it(
+    leaver: Leaver,
+) -> None:
+    what = chain_of(ONE)
+    leaver.handover.note(what)
+    leaver.hear()
+    leaver.hear(declined=(what,))
+    leaver.weights = {ONE: 1.0}
+    assert leaver.ask() == {what: ()}
+    leaver.num_here[what] = 2
+    assert leaver.ask() == {what[:2]: (ONE,)}
+
+
+def test_of_a_chain_that_no_record_holds_its_beginning_is_asked_for(leaver: Leaver) -> None:
+    what = chain(1, MAX_COPY_BLOCKS + 10)
+    leaver.handover.note(what)
+    assert list(leaver.ask()) == [what[:MAX_COPY_BLOCKS]]

@@ -127,11 +127,12 @@ def test_what_is_too_much_or_malformed_is_refused() -> None:
     one_read = ChainReads(home_hash=block(1), bytes_per_s=1.0)
     with pytest.raises(ValueError, match="reads"):
         StoreRecord(member=me, reads=(one_read,) * (MAX_READS + 1))
-    StoreRecord(member=me, taken=(block(1),) * MAX_TAKEN)
-    with pytest.raises(ValueError, match="taken"):
-        StoreRecord(member=me, taken=(block(1),) * (MAX_TAKEN + 1))
-    with pytest.raises(ValueError, match="taken"):
-        StoreRecord(member=me, taken=(BlockHash(b"short"),))
+    StoreRecord(member=me, taken=(block(1),) * MAX_TAKEN, declined=(block(2),) * MAX_TAKEN)
+    for too_much in ((block(1),) * (MAX_TAKEN + 1), (BlockHash(b"short"),)):
+        with pytest.raises(ValueError, match="taken"):
+            StoreRecord(member=me, taken=too_much)
+        with pytest.raises(ValueError, match="declined"):
+            StoreRecord(member=me, declined=too_much)
     with pytest.raises(ValueError, match="copy"):
         copy(0, num_blocks=0)
     with pytest.raises(ValueError, match="hash"):

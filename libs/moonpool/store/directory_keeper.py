@@ -41,14 +41,14 @@ class DirectoryKeeper:
         self._record = record
         self._on_view = on_view
         self._beat_s = beat_s
+        self._is_hasty = False
         self._hurry = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._beating: asyncio.Task[None] | None = None
 
-    def hasten(self) -> None:
-        """Beat now, and often from here on: somebody waits for what others say."""
-        self._beat_s = min(RETRY_S, self._beat_s)
-        self._hurry.set()
+    def hasten(self, is_hasty: bool) -> None:
+        """Beat often from here on, since somebody waits for what others say; or no more."""
+        self._is_hasty = is_hasty
 
     def beat_now(self) -> None:
         """This node's record has changed in a way that others should know at once."""
@@ -80,10 +80,10 @@ class DirectoryKeeper:
             view = await self._directory.read()
             if view is not None:
                 self._on_view(view)
-            is_whole = is_heard and view is not None
+            is_hasty = self._is_hasty or not is_heard or view is None
             try:
                 async with asyncio.timeout(
-                    self._beat_s if is_whole else min(RETRY_S, self._beat_s)
+                    min(RETRY_S, self._beat_s) if is_hasty else self._beat_s
                 ):
                     await self._hurry.wait()
             except TimeoutError:

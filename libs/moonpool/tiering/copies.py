@@ -14,10 +14,14 @@ Rules
 - A few chains are taken at a time, each from the offer to this node's own core until its reading has ended.
   What was taken once is not taken again for a while: to know whether it came, a taker asks its own cache.
   What its core refused is offered again when the next view comes, and what a node that leaves asks for until
-  all of it lies here: a part of it may have been lost on its way.
+  all of it lies here: a part of it may have been lost on its way, or lie on the other's disk.
+- What a node that leaves asks for and of which no more has come for a while, however often it was tried, is
+  declined: there is no room for all of it, or it cannot be read from here. Another node may have more luck.
+- A node that leaves asks for what was used last first. So when the first chain that was taken from it has gone
+  again, all others on its account are declined: they would push out what is worth more than they are.
 - All of it is advice. Without neighbours nothing is asked and nothing is taken, and before the first of them
-  nothing is noted. What was noted stays, as far as there is room: a directory that has lost its records has
-  them again soon.
+  nothing is noted but what lay on this node's disk when it started. What was noted stays, as far as there is room:
+  a directory that has lost its records has them again soon.
 
 Who leaves or has just come counts less or not at all as a home; the weights are those that workers use
 (tiering/homes.py).
@@ -26,12 +30,13 @@ Who leaves or has just come counts less or not at all as a home; the weights are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.tiering.handover import Handover
 from moonpool.tiering.homes import home_key, homes_of, ramp_weight
+from moonpool.tiering.protocol import PutRefusal
 from moonpool.tiering.replicas import ReadChain, ReplicaConfig, ReplicaPlanner
 from moonpool.tiering.store_record import (
     MAX_COPIES,
@@ -60,6 +65,9 @@ class CopyConfig:
     #: being heard by anybody.
     asked_s: float = 5.0
     unheard_s: float = 10.0
+    #: How long one that a node that leaves asks for is tried without more of it coming. Less than `asked_s`, so
+    #: that the node hears of it before it has given up.
+    vain_s: float = 2.0
     #: Before a chain that was taken is taken again.
     retake_s: float = 30.0
     #: Chains that are taken at the same time.
@@ -69,7 +77,8 @@ class CopyConfig:
 
     def __post_init__(self) -> None:
         assert self.block_bytes > 0, self
-        assert min(self.ramp_s, self.asked_s, self.unheard_s, self.retake_s) > 0.0, self
+        times = (self.ramp_s, self.asked_s, self.unheard_s, self.vain_s, self.retake_s)
+        assert min(times) > 0.0, self
         assert min(self.max_takes, self.max_recent_blocks) >= 1, self
 
 
@@ -84,6 +93,16 @@ class TakeChain:
     hashes: tuple[BlockHash, ...]
     #: That node leaves: what does not come now will never.
     is_source_leaving: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Try:
+    """A chain that a node that leaves asks this one to take, and that does not lie here as a whole."""
+
+    #: Leading blocks that were here when the most of it was.
+    most_here: int
+    #: When it was first taken without more of it coming.
+    vain_since: float | None = None
 
 
 class CopyBook:
@@ -119,18 +138,29 @@ class CopyBook:
             num_here=num_here,
         )
         self._is_leaving = False
-        #: By their last blocks: chains that are taken now, those that are offered again at the next view, when
-        #: those that were begun may be taken again, and what nodes that leave ask for and lies here.
-        self._taking: set[BlockHash] = set()
+        #: By their last blocks: chains that are taken now, those that are offered again at the next view, and when
+        #: those that were begun may be taken again.
+        self._taking: dict[BlockHash, TakeChain] = {}
         self._refused: set[BlockHash] = set()
         self._taken: OrderedDict[BlockHash, float] = OrderedDict()
+        #: Of what nodes that leave ask for: what was tried, what lies here, and what is not tried any more.
+        self._tries: dict[BlockHash, _Try] = {}
         self._held: set[BlockHash] = set()
+        self._declined: set[BlockHash] = set()
+        #: The first chain of each account that was taken from a node that leaves.
+        self._first: dict[tuple[WorkerKey, str], tuple[BlockHash, ...]] = {}
+        self._is_waited_for = False
 
     # -- what happens --
 
     def note_kept(self, hashes: tuple[BlockHash, ...]) -> None:
         """This chain was put here. What comes while this node leaves, it asks for as well."""
         if hashes and self._has_met_others:
+            self._handover.note(hashes)
+
+    def note_found(self, chains: Iterable[tuple[BlockHash, ...]]) -> None:
+        """These lay on this node's disk when it started, the latest last. Before anything else is noted."""
+        for hashes in chains:
             self._handover.note(hashes)
 
     def note_lent(
@@ -158,28 +188,37 @@ class CopyBook:
         self._has_met_others |= self._has_neighbours
         self._refused.clear()
         self._handover.on_view(view, self._store_id, now)
-        self._held &= {
-            copy.hashes[-1]
+        wanted = {
+            copy.hashes[-1]: copy.hashes
             for member, copy in view.copies_for(self._store_id)
             if member.is_draining
         }
+        self._held &= wanted.keys()
+        self._declined &= wanted.keys()
+        self._tries = {last: tried for last, tried in self._tries.items() if last in wanted}
+        # What was declined a worker may have brought.
+        come = {last for last in self._declined if self._is_here(wanted[last])}
+        self._declined -= come
+        self._held |= come
+        self._is_waited_for = bool(wanted)
+        leaving = {member.key for member in view.members if member.is_draining}
+        self._first = {which: first for which, first in self._first.items() if which[0] in leaving}
 
     def leave(self) -> None:
         """This node leaves the ring, and still lends what it holds. Idempotent."""
         self._is_leaving = True
 
-    def on_taken(self, take: TakeChain, *, is_refused: bool) -> bool:
+    def on_taken(self, take: TakeChain, now: float, *, refusal: PutRefusal | None) -> bool:
         """A TakeChain has ended, however it went.
 
         Returns:
-            Whether a node that leaves waits to be told: all of it lies here.
+            Whether a node that leaves waits to be told: all of it lies here, or no more of it will.
         """
         last_hash = take.hashes[-1]
-        self._taking.remove(last_hash)
-        if take.is_source_leaving and self._num_here(take.hashes) == len(take.hashes):
-            self._held.add(last_hash)
-            return True
-        if is_refused or take.is_source_leaving:
+        del self._taking[last_hash]
+        if take.is_source_leaving:
+            return self._on_tried(take, refusal, now)
+        if refusal is not None:
             self._taken.pop(last_hash, None)
             self._refused.add(last_hash)
         return False
@@ -209,6 +248,7 @@ class CopyBook:
                 if chain.bytes_per_s > least
             ),
             taken=tuple(sorted(self._held)[:MAX_TAKEN]),
+            declined=tuple(sorted(self._declined)[:MAX_TAKEN]),
         )
 
     def takes(self, now: float) -> list[TakeChain]:
@@ -218,26 +258,36 @@ class CopyBook:
         takes: list[TakeChain] = []
         if self._is_leaving:
             return takes
+        full = {which for which, first in self._first.items() if not self._is_here(first)}
+        ended = self._held | self._declined
         for member, copy in self._view.copies_for(self._store_id):
             if len(self._taking) >= self._config.max_takes:
                 break
             last_hash = copy.hashes[-1]
-            is_done = last_hash in (self._held if member.is_draining else self._taken)
+            is_done = last_hash in (ended if member.is_draining else self._taken)
             if is_done or last_hash in self._taking or last_hash in self._refused:
+                continue
+            if member.is_draining and (member.key, copy.tenant) in full:
+                self._declined.add(last_hash)
                 continue
             self._taken.pop(last_hash, None)
             self._taken[last_hash] = now + self._config.retake_s
-            self._taking.add(last_hash)
-            takes.append(
-                TakeChain(
-                    source=member.key,
-                    address=member.address,
-                    tenant=copy.tenant,
-                    hashes=copy.hashes,
-                    is_source_leaving=member.is_draining,
-                )
+            if member.is_draining and last_hash not in self._tries:
+                self._tries[last_hash] = _Try(most_here=self._num_here(copy.hashes))
+            self._taking[last_hash] = TakeChain(
+                source=member.key,
+                address=member.address,
+                tenant=copy.tenant,
+                hashes=copy.hashes,
+                is_source_leaving=member.is_draining,
             )
+            takes.append(self._taking[last_hash])
         return takes
+
+    @property
+    def max_recent_blocks(self) -> int:
+        """Blocks of chains that are remembered for the day on which this node leaves."""
+        return self._config.max_recent_blocks
 
     @property
     def num_asked(self) -> int:
@@ -248,6 +298,11 @@ class CopyBook:
     def handed(self) -> Set[BlockHash]:
         """Blocks of a node that leaves that others have told that they have."""
         return self._handover.handed
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a node that leaves asks this one to take something, as of the last view."""
+        return self._is_waited_for
 
     @property
     def num_taking(self) -> int:
@@ -263,12 +318,43 @@ class CopyBook:
         self._planner.validate()
         self._handover.validate()
         assert len(self._taking) <= self._config.max_takes, self._taking
-        assert not self._refused & (self._taken.keys() | self._taking)
+        assert not self._refused & (self._taken.keys() | self._taking.keys())
+        assert not self._held & self._declined
+        for last_hash, take in self._taking.items():
+            assert last_hash == take.hashes[-1], take
         assert self._is_leaving or not self._handover.num_asked
         ends = list(self._taken.values())
         assert ends == sorted(ends), ends
 
     # -- parts --
+
+    def _on_tried(self, take: TakeChain, refusal: PutRefusal | None, now: float) -> bool:
+        """One that a node that leaves asks for was taken. Whether that node waits to be told."""
+        last_hash = take.hashes[-1]
+        num_here = self._num_here(take.hashes)
+        if num_here == len(take.hashes):
+            self._held.add(last_hash)
+            self._first.setdefault((take.source, take.tenant), take.hashes)
+            return True
+        self._taken.pop(last_hash, None)
+        tried = self._tries.get(last_hash)
+        if tried is not None and num_here > tried.most_here:
+            # There is more where that came from.
+            tried.most_here, tried.vain_since = num_here, None
+            return False
+        self._refused.add(last_hash)
+        is_on_its_way = any(take.hashes[num_here] in one.hashes for one in self._taking.values())
+        if tried is None or is_on_its_way or refusal is PutRefusal.TOO_MANY_PUTS:
+            return False
+        if tried.vain_since is None:
+            tried.vain_since = now
+        if now < tried.vain_since + self._config.vain_s:
+            return False
+        self._declined.add(last_hash)
+        return True
+
+    def _is_here(self, hashes: tuple[BlockHash, ...]) -> bool:
+        return self._num_here(hashes) == len(hashes)
 
     def _weights(self, now_unix_s: float) -> dict[WorkerId, float]:
         """Of the nodes that may be a home."""

@@ -1,23 +1,26 @@
 """Handover: what a store node that leaves its ring asks the others to take, until they have it. Without IO.
 
-    chain noted ---> waits ---> asked ---> handed over      its taker tells that it has it
-                                  |
-                                  '------> left             nobody comes for it any more
+    chain noted ---> waits ---> asked ---> handed over      a taker tells that it has it
+                                |   |
+             a taker declines:  |   '----> left             nobody comes for it any more, or all declined
+             the next one is ---'
 
 Rules
 - The chain that was noted last is asked for first; of each what lies here, and none that another one covers.
-  A windowful at a time (store_record.py): what is handed over or left makes room for the next.
+  A windowful at a time (store_record.py): what is handed over or left makes room for the next. Of a chain that
+  is longer than that its beginning is asked for.
 - A chain that loses its end while it is asked for is asked for as far as it still lies here, and for no longer:
   nobody could ever tell that they have all of it.
 - A chain is handed over by its taker's word only: that it was lent and given back is no proof, since
-  readings end for many reasons.
+  readings end for many reasons. So does a taker say that it tries no more, since it has no room for all of the
+  chain, say: then the next home is asked, each once, and when all have said so the chain is left.
 - Takers come in order, for a few chains at a time. So any sign of a taker (it is lent something, gives it back,
   tells that it has something) is one for all that it is asked for, and while it is lent something nothing of
   that is given up. Without a sign a chain is left after `asked_s`.
 - That time runs from when the others can read of it: from the first view in which this node's own record asks
   for it. A directory that does not hear is waited for, for `unheard_s`.
-- A chain's taker stays the one that it was at first, as long as it stays in the ring: homes move by and by
-  while a node that has joined gets its share, and who has begun to read is to end it.
+- A chain's taker stays the one that it was at first, as long as it stays in the ring and does not decline:
+  homes move by and by while a node that has joined gets its share, and who has begun to read is to end it.
 - What is left, and asked for in vain, is still asked for as long as there is room: it costs nothing.
 """
 
@@ -26,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonpool.ids import BlockHash, WorkerId
 from moonpool.tiering.homes import home_key, homes_of
@@ -41,6 +44,8 @@ class Asked:
     chain: tuple[BlockHash, ...]
     #: As of the last record; none while there is nobody who could.
     takers: tuple[WorkerId, ...]
+    #: They were its takers, and will not have it.
+    declined: set[WorkerId] = field(default_factory=set)
     #: When it is left, if there is no sign of its taker before.
     ends_at: float
     #: Others can read that it is asked for.
@@ -82,8 +87,7 @@ class Handover:
 
     def note(self, chain: tuple[BlockHash, ...]) -> None:
         """This chain was put here, or what of it lies here was lent. Requires at least one block."""
-        if len(chain) <= MAX_COPY_BLOCKS:
-            self._waiting.note(chain)
+        self._waiting.note(chain[:MAX_COPY_BLOCKS])
 
     def on_lent(self, reader: WorkerId, now: float) -> None:
         """Somebody reads here; `on_returned` follows."""
@@ -105,6 +109,8 @@ class Handover:
             if member.key.worker_id != store_id:
                 for last_hash in record.taken:
                     self._on_told(last_hash, member.key.worker_id, now)
+                for last_hash in record.declined:
+                    self._on_declined(last_hash, member.key.worker_id, now)
             elif member.is_draining:
                 for copy in record.copies:
                     asked = self._asked.get(copy.hashes[-1])
@@ -168,6 +174,7 @@ class Handover:
             assert last_hash == asked.chain[-1], asked
             assert self._covered.issuperset(asked.chain), asked
             assert math.isfinite(asked.ends_at), asked
+            assert asked.declined.isdisjoint(asked.takers), asked
 
     # -- parts --
 
@@ -180,6 +187,8 @@ class Handover:
                 # What comes again is asked for again.
                 self._covered.difference_update(set(asked.chain[num_here:]) - self._handed)
                 asked.chain = asked.chain[:num_here]
+                # There may be room for so much.
+                asked.declined.clear()
         # A hash vouches for all before it: whatever ends at one of these is a beginning of another chain.
         inner = {block_hash for asked in before.values() for block_hash in asked.chain[:-1]}
         for last_hash, asked in before.items():
@@ -191,18 +200,29 @@ class Handover:
 
     def _ask(self, asked: Asked, weights: Mapping[WorkerId, float], now: float) -> None:
         if not asked.takers or not weights.keys() >= set(asked.takers):
-            asked.takers = homes_of(weights, home_key(asked.chain), 1)
+            able = {node: weights[node] for node in weights if node not in asked.declined}
+            asked.takers = homes_of(able, home_key(asked.chain), 1)
             if asked.takers:
                 # Another one: it has not had its time.
                 asked.ends_at = max(asked.ends_at, now + self._asked_s)
+            elif weights:
+                asked.ends_at = min(asked.ends_at, now)
         self._asked[asked.chain[-1]] = asked
 
     def _on_told(self, last_hash: BlockHash, taker: WorkerId, now: float) -> None:
         asked = self._asked.get(last_hash)
-        if asked is not None and taker in asked.takers:
+        if asked is not None and (taker in asked.takers or taker in asked.declined):
             del self._asked[last_hash]
             self._handed.update(asked.chain)
             self._on_sign(taker, now)
+
+    def _on_declined(self, last_hash: BlockHash, taker: WorkerId, now: float) -> None:
+        asked = self._asked.get(last_hash)
+        if asked is not None and taker in asked.takers:
+            # Of this chain too: until the next record names another one it is not left.
+            self._on_sign(taker, now)
+            asked.takers = ()
+            asked.declined.add(taker)
 
     def _on_sign(self, taker: WorkerId, now: float) -> None:
         for asked in self._asked.values():

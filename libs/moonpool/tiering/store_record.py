@@ -103,6 +103,8 @@ class StoreRecord:
     reads: tuple[ChainReads, ...] = ()
     #: Of the chains that nodes that leave ask this one to take, those that lie here, by their last blocks.
     taken: tuple[BlockHash, ...] = ()
+    #: And those that it has tried to take, in vain: no more of them comes.
+    declined: tuple[BlockHash, ...] = ()
 
     def __post_init__(self) -> None:
         num_blocks = sum(len(copy.hashes) for copy in self.copies)
@@ -110,14 +112,14 @@ class StoreRecord:
             len(self.copies) > MAX_COPIES
             or num_blocks > MAX_COPY_BLOCKS
             or len(self.reads) > MAX_READS
-            or len(self.taken) > MAX_TAKEN
+            or max(len(self.taken), len(self.declined)) > MAX_TAKEN
         ):
             raise ValueError(
                 f"{len(self.copies)} copies of {num_blocks} blocks, {len(self.reads)} reads, "
-                f"{len(self.taken)} taken"
+                f"{len(self.taken)} taken, {len(self.declined)} declined"
             )
-        if any(len(block_hash) != _HASH_BYTES for block_hash in self.taken):
-            raise ValueError("taken: a hash of another length")
+        if any(len(block_hash) != _HASH_BYTES for block_hash in self.taken + self.declined):
+            raise ValueError("taken or declined: a hash of another length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

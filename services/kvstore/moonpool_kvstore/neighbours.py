@@ -27,6 +27,7 @@ from moonpool.ids import BlockHash, WorkerId, WorkerKey
 from moonpool.store.directory import Directory
 from moonpool.store.directory_keeper import BEAT_S, DirectoryKeeper
 from moonpool.tiering.copies import CopyBook, TakeChain
+from moonpool.tiering.protocol import PutRefusal
 from moonpool.tiering.store_record import RingView, StoreMember, StoreRecord
 from moonpool.wire.store import PutAnswer, PutOffer
 
@@ -111,7 +112,8 @@ class Neighbours:
             return None
         self._is_leaving = True
         self._book.leave()
-        self._keeper.hasten()
+        self._keeper.hasten(True)
+        self._keeper.beat_now()
         log.info("store.leaving_ring", num_others=self.num_others)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -135,6 +137,7 @@ class Neighbours:
                 self._member = replace(self._member, joined_unix_s=member.joined_unix_s)
         self._others = (self._others - draining) | staying if self._is_leaving else staying
         self._book.on_view(view, self._clock.now())
+        self._keeper.hasten(self._is_leaving or self._book.is_waited_for)
         self._end_leaving()
         self._take()
 
@@ -160,15 +163,15 @@ class Neighbours:
             source=SourceRef(key=take.source, address=take.address),
             deadline_s=TAKE_TIMEOUT_S,
         )
-        is_refused = True
+        refusal: PutRefusal | None = PutRefusal.DRAINING
         try:
             answer = await self._take_offer(offer)
-            is_refused = answer.refusal is not None
+            refusal = answer.refusal
         except UnavailableError:
             # This node stops.
             return
         finally:
-            is_waited_for = self._book.on_taken(take, is_refused=is_refused)
+            is_waited_for = self._book.on_taken(take, self._clock.now(), refusal=refusal)
         if answer.num_wanted_blocks:
             log.debug("store.taken", source=str(take.source), num_blocks=answer.num_wanted_blocks)
         self._take()
