@@ -22,6 +22,7 @@ from support.segment_log import (
     flip,
     make_hash,
     make_identity,
+    make_link,
     open_log,
     readable,
     segment_files,
@@ -91,7 +92,9 @@ class Model:
         }
         assert set(await readable(world.log, *range(NUM_BLOCKS), layout=self.layout)) == self.there
         contents = [record for part in world.log.contents() for record in part]
-        assert {record.block_hash for record in contents} == set(hashes(self.there))
+        assert {record.block_hash: record.link for record in contents} == {
+            make_hash(number): make_link(number) for number in self.there
+        }
         assert len(contents) == len(self.there)
 
 

@@ -94,9 +94,10 @@ async def answer(client: RouterClient, request: InferenceRequest, **options: Any
     return first
 
 
-async def until_it_has(store: RunningStore, num_blocks: int) -> None:
+async def until_it_has(store: RunningStore, num_blocks: int, *, on_disk: bool = False) -> None:
     async def has_it() -> bool:
-        return (await store.report()).stats.num_host_blocks == num_blocks
+        stats = (await store.report()).stats
+        return (stats.num_disk_blocks if on_disk else stats.num_host_blocks) == num_blocks
 
     await eventually(has_it, timeout_s=_DEADLINE_S, what=f"{num_blocks} blocks")
 
@@ -126,6 +127,27 @@ async def test_what_a_leaving_node_held_is_read_from_the_other(tmp_path: Path) -
             reader = await cluster.worker("r0")
             first = await answer(reader, SECOND, peer=staying.peer(NUM_SHARED))
             assert (first.num_cached_tokens, first.num_peer_tokens) == (NUM_SHARED, NUM_SHARED)
+
+
+async def test_what_lay_on_disk_when_a_node_started_is_left_to_the_other(tmp_path: Path) -> None:
+    disk = {"ssd_dir": tmp_path / "ssd"}
+    disk["ssd_dir"].mkdir()
+    with redis_server(tmp_path) as server:
+        async with ring(tmp_path, server) as cluster:
+            alone = await cluster.store("store-0", **disk)
+            worker = await cluster.worker("w0")
+            await answer(worker, FIRST)
+            await cluster.put(alone, worker)
+            await until_it_has(alone, NUM_BLOCKS, on_disk=True)
+            await cluster.stop(alone)
+
+            # Nobody reads of it before it leaves.
+            leaving = await cluster.store("store-0", **disk)
+            staying = await cluster.store("store-1")
+            for store in (leaving, staying):
+                await until_it_knows(store, 1)
+            await cluster.stop(leaving)
+            await until_it_has(staying, NUM_BLOCKS)
 
 
 async def test_stores_serve_while_redis_is_away_and_meet_again(tmp_path: Path) -> None:

@@ -55,7 +55,13 @@ def make_record(number: int, *, layout: KvLayout = EVEN, tag: int = 0) -> BlockR
         payload=payload,
         leaves=block_leaves(payload, layout, 0),
         tag=tag,
+        link=make_link(number),
     )
+
+
+def make_link(number: int) -> int:
+    """What a record of the block of that number names as the one before it."""
+    return 2**64 - 1 - number
 
 
 def make_target(number: int, *, layout: KvLayout = EVEN) -> BlockTarget:

@@ -21,6 +21,7 @@ from support.segment_log import (
     file_bytes,
     make_hash,
     make_identity,
+    make_link,
     make_record,
     make_target,
     open_log,
@@ -51,14 +52,14 @@ async def test_a_block_reads_as_it_was_written_also_after_a_restart(
         assert world.dropped.told == []
 
 
-async def test_tags_come_back(tmp_path: Path) -> None:
+async def test_tags_and_links_come_back(tmp_path: Path) -> None:
     async with open_log(tmp_path / "log") as world:
         await world.log.write([make_record(1, tag=7), make_record(2, tag=2**64 - 1)])
     async with open_log(tmp_path / "log") as world:
         assert list(world.log.contents()) == [
             (
-                StoredRecord(block_hash=make_hash(1), tag=7),
-                StoredRecord(block_hash=make_hash(2), tag=2**64 - 1),
+                StoredRecord(block_hash=make_hash(1), tag=7, link=make_link(1)),
+                StoredRecord(block_hash=make_hash(2), tag=2**64 - 1, link=make_link(2)),
             )
         ]
 
@@ -170,6 +171,8 @@ async def test_what_is_hot_is_carried_over(tmp_path: Path) -> None:
         assert stats.written_bytes == 15 * SLOT_BYTES
     async with open_log(tmp_path / "log", num_slots=16) as world:
         assert await readable(world.log, *range(13)) == (1, 2, *range(4, 13))
+        links = {one.block_hash: one.link for part in world.log.contents() for one in part}
+        assert (links[make_hash(1)], links[make_hash(2)]) == (make_link(1), make_link(2))
 
 
 async def test_a_large_segment_is_asked_about_and_told_of_in_parts(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ _DAY_S = 86_400.0
 
 
 def _write(write_id: int, tokens: str, *block_ids: int, first: int = 0) -> WriteBlocks:
-    blocks = tuple(zip(chain(tokens)[first:], ids(*block_ids), strict=True))
-    return WriteBlocks(write_id=write_id, blocks=blocks)
+    hashes = chain(tokens)
+    blocks = tuple(zip(hashes[first:], ids(*block_ids), strict=True))
+    return WriteBlocks(write_id=write_id, blocks=blocks, parents=(None, *hashes)[first:-1])
 
 
 def _budget(num_blocks: float) -> int:

@@ -46,8 +46,9 @@ class BlockRecord:
     payload: ByteArray
     #: uint64[num_layers], contiguous: its row of the arena's leaf digests.
     leaves: DigestArray
-    #: 64 bits for the caller, kept with the record and told by `contents`: whose it is.
+    #: 64 bits for the caller each, kept with the record and told by `contents`: whose it is, and what it follows on.
     tag: int = 0
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +68,7 @@ class StoredRecord:
 
     block_hash: BlockHash
     tag: int
+    link: int = 0
 
 
 class ReadOutcome(enum.StrEnum):

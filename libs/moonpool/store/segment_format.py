@@ -51,7 +51,8 @@ FOOTER_DTYPE = np.dtype(
         ("block_hash", "u1", (32,)),
         ("identity", "u1", (16,)),
         ("tag", "<u8"),
-        ("flags", "<u8"),
+        #: 0 in records of versions that wrote none.
+        ("link", "<u8"),
         #: kv.digest.record_digest of the leaves that follow.
         ("record_digest", "<u8"),
         #: XXH3-64 of everything before it.
@@ -145,6 +146,7 @@ class RecordFormat:
         fields["block_hash"] = np.frombuffer(hashes, np.uint8).reshape(n, 32)
         fields["identity"] = np.frombuffer(self.identity, np.uint8)
         fields["tag"] = [record.tag for record in records]
+        fields["link"] = [record.link for record in records]
         fields["record_digest"] = [record_digest(record.leaves) for record in records]
         raw = _raw(fields)
         fields["checksum"] = [_checksum(raw[row, :_CHECKED_BYTES].tobytes()) for row in range(n)]
@@ -174,14 +176,14 @@ class RecordFormat:
         data = raw.tobytes()
         first_slot = first_sequence % MAX_SLOTS
         hashes, checksums = fields["block_hash"].tobytes(), fields["checksum"].tolist()
-        tags = fields["tag"].tolist()
+        tags, links = fields["tag"].tolist(), fields["link"].tolist()
         records: list[FoundRecord] = []
         for row in np.flatnonzero(is_ours).tolist():
             start = row * FOOTER_BYTES
             if _checksum(data[start : start + _CHECKED_BYTES]) != checksums[row]:
                 continue
             block_hash = BlockHash(hashes[row * 32 : row * 32 + 32])
-            record = StoredRecord(block_hash=block_hash, tag=tags[row])
+            record = StoredRecord(block_hash=block_hash, tag=tags[row], link=links[row])
             records.append(FoundRecord(slot=first_slot + row, record=record))
         num_unwritten = int(is_unwritten.sum())
         return FoundFooters(
@@ -199,7 +201,7 @@ class RecordFormat:
             raw: uint8[footer_bytes], contiguous.
         """
         data = raw.tobytes()
-        *fields, _tag, _flags, digest, checksum = _FOOTER.unpack_from(data)
+        *fields, _tag, _link, digest, checksum = _FOOTER.unpack_from(data)
         expected = [_LIVE, VERSION, self.num_leaves, self.payload_bytes, sequence, block_hash]
         if fields != [*expected, self.identity] or _checksum(data[:_CHECKED_BYTES]) != checksum:
             return None

@@ -22,8 +22,9 @@ class Place(NamedTuple):
 
     segment: int
     slot: int
-    #: BlockRecord.tag.
+    #: BlockRecord.tag and BlockRecord.link.
     tag: int = 0
+    link: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -203,7 +203,8 @@ class SegmentLog:
     def contents(self) -> Iterator[tuple[StoredRecord, ...]]:
         for part in self._table.index.contents(PART_BLOCKS):
             yield tuple(
-                StoredRecord(block_hash=block_hash, tag=place.tag) for block_hash, place in part
+                StoredRecord(block_hash=block_hash, tag=place.tag, link=place.link)
+                for block_hash, place in part
             )
 
     def has(self, block_hash: BlockHash) -> bool:

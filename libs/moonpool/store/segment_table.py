@@ -65,8 +65,9 @@ class SegmentTable:
             self._handles[number] = Handle(number=number, fd=scanned.fd)
             self.index.add_segment(number, scanned.num_slots)
             for found in scanned.records:
-                place = Place(number, found.slot, found.record.tag)
-                self.index.put(found.record.block_hash, place)
+                record = found.record
+                place = Place(number, found.slot, record.tag, record.link)
+                self.index.put(record.block_hash, place)
             self._books.num_corrupt_footers += scanned.num_corrupt
             self._books.num_torn_records += scanned.num_torn
 

@@ -222,7 +222,7 @@ class SegmentWriter:
         self._table.index.give_back(number, len(records) - num_reached)
         unwanted: list[Place] = []
         for slot, record in enumerate(records[: appended.num_records], first):
-            place = Place(number, slot, record.tag)
+            place = Place(number, slot, record.tag, record.link)
             if record.block_hash in wanted:
                 self._table.index.put(record.block_hash, place)
             else:
@@ -382,6 +382,7 @@ class SegmentWriter:
                 payload=target.payload,
                 leaves=target.leaves,
                 tag=place.tag,
+                link=place.link,
             )
             for target, place, read in zip(targets, places, reads, strict=True)
             if read.outcome is ReadOutcome.OK

@@ -18,6 +18,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,6 +33,16 @@ from moonpool.tiering.write_budget import WriteBudget
 _NUM_REMEMBERED = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskWrite:
+    """Blocks to write together."""
+
+    write_id: int
+    hashes: tuple[BlockHash, ...]
+    #: For each of them the hash before it in its chain; None: it is the first.
+    parents: tuple[BlockHash | None, ...]
+
+
 class DiskTier:
     """One store's log, as the core believes it to be."""
 
@@ -39,7 +50,8 @@ class DiskTier:
         self._config = config
         #: Whose a block on disk is, as far as it is known.
         self._owners: dict[BlockHash, Share] = {}
-        self._queue: dict[BlockHash, None] = {}
+        #: By hash, the hash before it in its chain.
+        self._queue: dict[BlockHash, BlockHash | None] = {}
         self._writes: dict[int, tuple[BlockHash, ...]] = {}
         self._being_written: set[BlockHash] = set()
         #: Writes that a clearing has overtaken: what they bring is gone.
@@ -133,20 +145,21 @@ class DiskTier:
             return
         owners, queue, being_written = self._owners, self._queue, self._being_written
         candidates = [
-            h
-            for h in chain[first:]
+            (h, chain[position - 1] if position else None)
+            for position, h in enumerate(chain[first:], first)
             if h not in owners and h not in queue and h not in being_written
         ]
         num_needed = self._num_needed_sightings(now)
         if num_needed > 1 and candidates:
-            refused = np.flatnonzero(self._sketch.counts(candidates) < num_needed)
+            counts = self._sketch.counts([h for h, _ in candidates])
+            refused = np.flatnonzero(counts < num_needed)
             if len(refused):
                 self.num_unadmitted += len(candidates) - int(refused[0])
                 del candidates[refused[0] :]
         # What was evicted meanwhile still stands in the queue: where a disk hangs, it would grow for ever.
         num_queueable = max(self._config.num_blocks - len(queue), 0)
         self.num_unadmitted += max(len(candidates) - num_queueable, 0)
-        queue.update(dict.fromkeys(candidates[:num_queueable]))
+        queue.update(candidates[:num_queueable])
 
     def _is_kept(self, block_hash: BlockHash) -> bool:
         """It lies here, or will."""
@@ -156,10 +169,8 @@ class DiskTier:
             or block_hash in self._being_written
         )
 
-    def begin_write(
-        self, is_here: Callable[[BlockHash], bool], now: float
-    ) -> tuple[int, tuple[BlockHash, ...]] | None:
-        """The next write: its number and its blocks, all of which are in HOST. None: nothing to do now."""
+    def begin_write(self, is_here: Callable[[BlockHash], bool], now: float) -> DiskWrite | None:
+        """The next write, of blocks that are all in HOST. None: nothing to do now."""
         config = self._config
         if len(self._writes) >= config.max_writes or not self._queue:
             return None
@@ -173,20 +184,21 @@ class DiskTier:
             self.num_unadmitted += len(self._queue)
             self._queue.clear()
             return None
-        hashes: list[BlockHash] = []
-        while self._queue and len(hashes) < num_wanted:
+        parents: dict[BlockHash, BlockHash | None] = {}
+        while self._queue and len(parents) < num_wanted:
             block_hash = next(iter(self._queue))
-            del self._queue[block_hash]
+            parent = self._queue.pop(block_hash)
             if is_here(block_hash):
-                hashes.append(block_hash)
-        if not hashes:
+                parents[block_hash] = parent
+        if not parents:
             return None
+        hashes = tuple(parents)
         write_id, self._next_write_id = self._next_write_id, self._next_write_id + 1
         self.budget.take(len(hashes) * config.block_bytes, now)
         self.writes.begin(now)
-        self._writes[write_id] = tuple(hashes)
+        self._writes[write_id] = hashes
         self._being_written.update(hashes)
-        return write_id, self._writes[write_id]
+        return DiskWrite(write_id=write_id, hashes=hashes, parents=tuple(parents.values()))
 
     def end_write(
         self,

@@ -209,6 +209,8 @@ class WriteBlocks:
 
     write_id: int
     blocks: tuple[tuple[BlockHash, BlockId], ...]
+    #: For each of them the hash before it in its chain; None: it is the first.
+    parents: tuple[BlockHash | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

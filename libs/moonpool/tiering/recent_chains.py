@@ -1,4 +1,4 @@
-"""RecentChains: the chains that a store node was given or lent last, for the day on which it leaves. Without IO.
+"""RecentChains: the chains that a store node was given, lent or found on its disk last, for the day on which it leaves. Without IO.
 
 Rules
 - A chain is forgotten when another one comes that extends it: a chat that grows is one chain, however

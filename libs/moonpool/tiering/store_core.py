@@ -276,11 +276,12 @@ class StoreCore:
         if self._host.num_free < self._min_free:
             self._catalogue.evict_spare(min(self._spare - self._host.num_free, _MAX_SPARED))
         while (write := self._disk.begin_write(self._host.__contains__, now)) is not None:
-            write_id, hashes = write
-            block_ids = self._blocks_of(hashes)
+            block_ids = self._blocks_of(write.hashes)
             self._host.acquire(block_ids)
-            blocks = tuple(zip(hashes, block_ids, strict=True))
-            self._frame.do(WriteBlocks(write_id=write_id, blocks=blocks))
+            blocks = tuple(zip(write.hashes, block_ids, strict=True))
+            self._frame.do(
+                WriteBlocks(write_id=write.write_id, blocks=blocks, parents=write.parents)
+            )
         if self._config.is_checked:
             self.validate()
 

@@ -3,7 +3,7 @@
 Life
   1. Secret and model are read (config, no weights); the arena is made and sealed; the gRPC server
      listens, its methods answer UNAVAILABLE, health NOT_SERVING.
-  2. The SSD directory is opened and its segments are scanned: what lies there is found again. Without
+  2. The SSD directory is opened and its segments are scanned: what lies there is found again, as chains. Without
      it the node starts with memory alone and says why, or does not start (`is_ssd_strict`).
   3. Peers may map the arena, workers may offer, routers may come: methods answer, health SERVING,
      announced on the bus each second, with the digest of all that lies here. Other nodes of the ring are
@@ -17,6 +17,7 @@ kill -9 at any moment loses what lies in memory only, and nothing that was writt
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ from moonpool.store.directory import Directory
 from moonpool.store.log_identity import LogIdentity
 from moonpool.telemetry.metrics import Metrics
 from moonpool.tiering.copies import CopyBook, CopyConfig
+from moonpool.tiering.found_chains import FoundChains
 from moonpool.tiering.store_core import StoreCore
 from moonpool.wire.store import DiskReport, StoreReport
 from moonpool.wire.worker import WorkerHello
@@ -213,6 +215,14 @@ class StoreService:
         )
         engines.append(engine)
         self._engine, self._disk = engine, disk
+        book = CopyBook(
+            parts.key.worker_id,
+            CopyConfig(block_bytes=layout.block_bytes),
+            tenant_of=engine.tenant_of,
+            num_here=engine.num_here,
+        )
+        if disk is not None:
+            await _note_found(book, disk)
         life.spawn(engine.run(), name="store-engine")
         if disk is not None and config.store.ssd_write_bytes_per_day:
             self._keep_budget(life, engine, disk)
@@ -223,12 +233,7 @@ class StoreService:
             key=parts.key,
             address=parts.address,
             directory=await life.enter(self._directory),
-            book=CopyBook(
-                parts.key.worker_id,
-                CopyConfig(block_bytes=layout.block_bytes),
-                tenant_of=engine.tenant_of,
-                num_here=engine.num_here,
-            ),
+            book=book,
             take=engine.take,
             clock=self._clock,
         )
@@ -343,6 +348,17 @@ class StoreService:
             num_corrupt=stats.num_corrupt_footers,
         )
         return disk
+
+
+async def _note_found(book: CopyBook, disk: BlockLog) -> None:
+    """Have what the scan has found asked for too on the day on which this node leaves."""
+    found = FoundChains()
+    for part in disk.contents():
+        for record in part:
+            found.add(record.block_hash, record.link)
+        await asyncio.sleep(0)
+    # Of many blocks it is long, and nobody else has them.
+    book.note_found(await asyncio.to_thread(found.chains, book.max_recent_blocks))
 
 
 def _size(num_bytes: int) -> str:

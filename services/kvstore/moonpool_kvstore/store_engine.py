@@ -54,6 +54,7 @@ from moonpool.handoff.messages import PeerPrefix
 from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId, WorkerKey
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.store.base import BlockLog, BlockRecord, BlockTarget, DropReason, ReadOutcome
+from moonpool.tiering.found_chains import parent_link
 from moonpool.tiering.protocol import (
     BlocksLoaded,
     BlocksWritten,
@@ -500,17 +501,23 @@ class StoreEngine:
         assert self._disk is not None
         self._failpoints.hit("store.before_write")
         result = await self._disk.write(
-            [self._record(block_hash, block_id) for block_hash, block_id in work.blocks]
+            [
+                self._record(block_hash, block_id, parent)
+                for (block_hash, block_id), parent in zip(work.blocks, work.parents, strict=True)
+            ]
         )
         self._failpoints.hit("store.after_write")
         self.send(BlocksWritten(write_id=work.write_id, hashes=result.kept))
 
-    def _record(self, block_hash: BlockHash, block_id: BlockId) -> BlockRecord:
+    def _record(
+        self, block_hash: BlockHash, block_id: BlockId, parent: BlockHash | None
+    ) -> BlockRecord:
         return BlockRecord(
             block_hash=block_hash,
             payload=self._blocks[block_id],
             leaves=self._leaves[block_id],
             tag=tenant_tag(self._core.tenant_of(block_hash)),
+            link=parent_link(parent),
         )
 
     async def _drop(self, work: DropBlocks) -> None:
