@@ -60,6 +60,8 @@ def test_label_values_can_be_forgotten() -> None:
     text = metrics.render().decode()
     assert 'store="b"' in text
     assert 'store="a"' not in text
+    metrics.set(names.KV_OFFLOAD_BREAKER, 0, store="a")
+    assert 'store="a"} 0.0' in metrics.render().decode()
 
 
 def test_a_worker_tells_of_the_stores_that_there_are() -> None:

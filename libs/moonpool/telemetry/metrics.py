@@ -22,6 +22,8 @@ class Metrics:
 
     def __init__(self, metrics: tuple[Metric, ...] = names.METRICS) -> None:
         self._registry = prometheus.CollectorRegistry()
+        #: By name and labels, those that were used.
+        self._children: dict[tuple[object, ...], MetricWrapperBase] = {}
         #: By name and label values: what somebody else's count has reached.
         self._told: dict[tuple[str, ...], int] = {}
         prometheus.ProcessCollector(registry=self._registry)
@@ -51,6 +53,7 @@ class Metrics:
         """Tell these label values no more, until they are used again."""
         assert set(labels) == set(metric.labels), (metric.name, labels)
         self._instruments[metric.name].remove(*(labels[name] for name in metric.labels))
+        self._children.clear()
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Add one observation to a histogram, in the unit of its name."""
@@ -80,9 +83,14 @@ class Metrics:
         return prometheus.generate_latest(self._registry)
 
     def _child(self, metric: Metric, labels: Mapping[str, str]) -> MetricWrapperBase:
-        instrument = self._instruments[metric.name]
-        assert set(labels) == set(metric.labels), (metric.name, labels)
-        return instrument.labels(**labels) if labels else instrument
+        key = (metric.name, *labels.items())
+        child = self._children.get(key)
+        if child is None:
+            assert set(labels) == set(metric.labels), (metric.name, labels)
+            instrument = self._instruments[metric.name]
+            child = instrument.labels(**labels) if labels else instrument
+            self._children[key] = child
+        return child
 
 
 def _make(metric: Metric, registry: prometheus.CollectorRegistry) -> MetricWrapperBase:
