@@ -414,7 +414,8 @@ class _Runs:
 
     def are_first(self) -> npt.NDArray[np.bool_]:
         """bool[n]: True where a run does not go on where the one before it ends, on either side."""
-        first = np.ones(len(self.target_starts), np.bool_)
+        first = np.empty(len(self.target_starts), np.bool_)
+        first[:1] = True
         first[1:] = self.target_starts[1:] - self.target_starts[:-1] != self.length
         first[1:] |= self.source_starts[1:] - self.source_starts[:-1] != self.length
         return first
@@ -462,6 +463,6 @@ def _heads(group: KvGroup) -> str:
 def _checked_ids(block_ids: npt.ArrayLike, num_blocks: int, side: str) -> Int64Array:
     ids: Int64Array = np.asarray(block_ids, dtype=np.int64)
     # As unsigned, what is negative is too large as well.
-    if len(ids) and ids.view(np.uint64).max() >= num_blocks:
+    if np.count_nonzero(ids.view(np.uint64) >= num_blocks):
         raise ValueError(f"a {side} block id is outside [0, {num_blocks})")
     return ids

@@ -88,7 +88,7 @@ class KvRead:
             spans=np.ascontiguousarray(spans, np.int64),
             checks=checks.take(order),
             order=order,
-            num_bytes=int(spans[:, 2].sum()),
+            num_bytes=int(np.add.reduce(spans[:, 2])),
         )
 
     def bad_leaves(self, is_bad: npt.NDArray[np.bool_] | None) -> tuple[int, ...]:

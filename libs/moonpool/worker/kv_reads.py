@@ -133,8 +133,8 @@ class KvReads:
         copies = peer.plan.copies(sources, targets, effect.first_layer, effect.end_layer)
         read = KvRead.of(
             copies.spans,
-            blocks=np.repeat(targets, num_layers),
-            layers=np.tile(np.arange(columns.start, columns.stop), len(targets)),
+            blocks=targets.repeat(num_layers),
+            layers=np.arange(expected.size) % num_layers + first_column,
             expected=expected.reshape(-1),
             after_span=copies.last_spans.reshape(-1),
         )
