@@ -318,10 +318,9 @@ class CopyPlan:
         spans[:, 1] = runs.target_starts[rows]
         spans[:-1, 2] = rows[1:] - rows[:-1]
         spans[-1:, 2] = len(are_first) - rows[-1:]
+        span_of_run = np.arange(len(rows)).repeat(spans[:, 2])
         spans[:, 2] *= runs.length
 
-        span_of_run = are_first.cumsum(dtype=np.int64)
-        span_of_run -= 1
         if runs.dimensions == (0,):
             by_block = span_of_run[:, None]
         else:
