@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -17,8 +17,10 @@ from moonpool.handoff.messages import HolderMessage, PrefixOpen, PrefixOpened
 from moonpool.ids import AttemptId, BlockHash, Incarnation, RequestId, WorkerId, WorkerKey
 from moonpool.rpc.channel import make_channel
 from moonpool.rpc.server import RpcServer
+from moonpool.wire.prefix_read import LeaseNumber
 from moonpool.worker.reader_leases import ReaderLeases
 from support.eventually import eventually
+from support.leases import read_lease
 
 KEY = WorkerKey(WorkerId("h"), Incarnation("1"))
 
@@ -81,7 +83,16 @@ class World:
         self._tasks = tasks
 
     def read(self, name: str) -> AsyncGenerator[HolderMessage, None]:
-        return self.leases.read(open_of(name), traceparent="", tasks=self._tasks)
+        return read_lease(self.leases, open_of(name), self._tasks)
+
+    def open(self, name: str, on_end: Callable[[MoonpoolError | None], None]) -> LeaseNumber:
+        return self.leases.open(
+            open_of(name),
+            traceparent="",
+            tasks=self._tasks,
+            on_message=lambda message: None,
+            on_end=on_end,
+        )
 
 
 @asynccontextmanager
@@ -156,6 +167,40 @@ async def test_a_stream_that_breaks_breaks_its_leases_and_the_next_one_begins_an
             world.holder.opened(3, 7)
             assert isinstance(await third, PrefixOpened)
         assert world.holder.num_streams == 2
+
+
+async def test_a_lease_that_is_given_back_at_the_end_of_another_is_not_told_its_own() -> None:
+    async with connected() as world:
+        ended: list[str] = []
+
+        def open_one(name: str, on_end: Callable[[], None]) -> LeaseNumber:
+            def end(error: MoonpoolError | None) -> None:
+                ended.append(name)
+                on_end()
+
+            return world.open(name, end)
+
+        open_one("a", lambda: world.leases.give_back(second))
+        second = open_one("b", lambda: None)
+        open_one("c", lambda: None)
+        await world.holder.until_heard((1, "open"), (2, "open"), (3, "open"))
+        world.holder.answers.put_nowait(UnavailableError("It stops.", code="worker_not_ready"))
+        await eventually(lambda: len(ended) == 2, timeout_s=5, what="the ends")
+        assert ended == ["a", "c"]
+
+
+async def test_words_that_cannot_be_read_end_their_lease_alone() -> None:
+    async with connected() as world, aclosing(world.read("a")) as a, aclosing(world.read("b")) as b:
+        first, second = asyncio.ensure_future(anext(a)), asyncio.ensure_future(anext(b))
+        await world.holder.until_heard((1, "open"), (2, "open"))
+        world.holder.answers.put_nowait(
+            pb.FromHolder(lease=1, opened=pb.PrefixOpened(block_ids=(7,), leaves=b"odd"))
+        )
+        with pytest.raises(MoonpoolError, match="leaves"):
+            await first
+        await world.holder.until_heard((1, "open"), (2, "open"), (1, "close"))
+        world.holder.opened(2, 7)
+        assert isinstance(await second, PrefixOpened)
 
 
 async def test_a_reader_that_closes_breaks_its_leases() -> None:

@@ -57,6 +57,7 @@ from moonpool.worker.compatibility import handoff_fingerprint
 from moonpool.worker.node import KvNode, NodeAdapters, NodeParts, TransportContext
 from moonpool.worker.settings import pool_layout, worker_hello
 from moonpool.worker.shell import WorkerShell
+from support.leases import read_lease
 
 #: For whatever a store is asked.
 DEADLINE_S = 30.0
@@ -239,7 +240,7 @@ class PoolNode:
             hashes=hashes,
             first=0,
         )
-        lease = peer.prefixes.read(opened, traceparent="", tasks=self.shell.tasks)
+        lease = read_lease(peer.prefixes, opened, self.shell.tasks)
         view = View(lease, self._arena.bytes.reshape(-1, self.memory.layout.block_bytes))
         async with asyncio.timeout(DEADLINE_S):
             message = await anext(lease)

@@ -9,8 +9,9 @@ decides what that means. An attempt has at most one stream, so it is named by it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,16 +25,28 @@ from moonpool.handoff.events import (
     SourceMessageReceived,
     StreamBroken,
 )
-from moonpool.handoff.messages import Commit, Open, PrefixOpen
-from moonpool.ids import AttemptId
+from moonpool.handoff.messages import Commit, HolderMessage, Open, PrefixOpen
+from moonpool.ids import AttemptId, WorkerKey
 from moonpool.rpc.errors import error_from
 from moonpool.rpc.metadata import call_metadata
 from moonpool.wire.handoff import open_to_pb, source_message_from_pb
+from moonpool.wire.prefix_read import LeaseNumber
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.attempt_record import CommitTimes
 from moonpool.worker.peers import Peer, PeerDirectory
+from moonpool.worker.reader_leases import ReaderLeases
 
 log = structlog.get_logger("moonpool.worker")
+
+_ENDED = "ended by the source"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """One at a peer."""
+
+    leases: ReaderLeases
+    number: LeaseNumber
 
 
 class SourceStreams:
@@ -56,7 +69,8 @@ class SourceStreams:
         self._book = book
         self._rpc_key = rpc_key
         self._handle = handle
-        self._streams: dict[AttemptId, asyncio.Task[None]] = {}
+        #: The task that connects or listens, or the lease.
+        self._streams: dict[AttemptId, asyncio.Task[None] | _Lease] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -67,24 +81,33 @@ class SourceStreams:
         assert attempt_id not in self._streams, attempt_id
         if isinstance(effect.open, Open):
             self._book.opening(attempt_id, effect.source.key)
+        else:
+            peer = self._peers.connected(effect.source.key)
+            if peer is not None:
+                self._open_lease(effect.open, peer, tasks)
+                return
         self._streams[attempt_id] = tasks.create_task(self._run(effect, tasks))
 
     def close(self, attempt_id: AttemptId) -> None:
         """End the stream; nothing more of it is told."""
-        task = self._streams.pop(attempt_id, None)
-        if task is not None:
-            task.cancel()
+        match self._streams.pop(attempt_id, None):
+            case _Lease(leases=leases, number=number):
+                leases.give_back(number)
+            case asyncio.Task() as task:
+                task.cancel()
+            case None:
+                pass
 
     async def _run(self, effect: OpenStream, tasks: asyncio.TaskGroup) -> None:
         attempt_id, source = effect.attempt_id, effect.source
         try:
             peer = await self._peers.get(source)
+            if not isinstance(effect.open, Open):
+                self._open_lease(effect.open, peer, tasks)
+                return
             self._book.connected(attempt_id, peer.transport)
-            if isinstance(effect.open, Open):
-                await self._listen(effect.open, peer)
-            else:
-                await self._read_prefix(effect.open, peer, tasks)
-            reason = "ended by the source"
+            await self._listen(effect.open, peer)
+            reason = _ENDED
         except MoonpoolError as error:
             reason = error.message
         except asyncio.CancelledError:
@@ -93,11 +116,8 @@ class SourceStreams:
                 raise
             # grpc raises the same in a reader whose channel is closed: the peer was dropped.
             reason = "the peer was dropped"
-        if self._streams.get(attempt_id) is not asyncio.current_task():
-            return
-        del self._streams[attempt_id]
-        log.info("kv.stream_ended", attempt=str(attempt_id), source=str(source.key), why=reason)
-        self._handle(StreamBroken(attempt_id=attempt_id))
+        if self._streams.get(attempt_id) is asyncio.current_task():
+            self._ended(attempt_id, source.key, reason)
 
     async def _listen(self, opened: Open, peer: Peer) -> None:
         """Raises MoonpoolError for whatever the peer or the way to it did wrong."""
@@ -112,14 +132,31 @@ class SourceStreams:
         finally:
             call.cancel()
 
-    async def _read_prefix(self, opened: PrefixOpen, peer: Peer, tasks: asyncio.TaskGroup) -> None:
-        """Raises MoonpoolError for whatever the peer or the way to it did wrong."""
-        traceparent = self._book.traceparent(opened.attempt_id)
-        async with contextlib.aclosing(
-            peer.prefixes.read(opened, traceparent=traceparent, tasks=tasks)
-        ) as messages:
-            async for message in messages:
-                self._handle(HolderMessageReceived(message=message))
+    def _open_lease(self, opened: PrefixOpen, peer: Peer, tasks: asyncio.TaskGroup) -> None:
+        attempt_id = opened.attempt_id
+        self._book.connected(attempt_id, peer.transport)
+        number = peer.prefixes.open(
+            opened,
+            traceparent=self._book.traceparent(attempt_id),
+            tasks=tasks,
+            on_message=self._on_holder_message,
+            on_end=partial(self._on_lease_ended, attempt_id, peer.key),
+        )
+        self._streams[attempt_id] = _Lease(peer.prefixes, number)
+
+    def _on_holder_message(self, message: HolderMessage) -> None:
+        self._handle(HolderMessageReceived(message=message))
+
+    def _on_lease_ended(
+        self, attempt_id: AttemptId, source: WorkerKey, error: MoonpoolError | None
+    ) -> None:
+        self._ended(attempt_id, source, _ENDED if error is None else error.message)
+
+    def _ended(self, attempt_id: AttemptId, source: WorkerKey, reason: str) -> None:
+        """A stream has ended that was not closed here."""
+        del self._streams[attempt_id]
+        log.info("kv.stream_ended", attempt=str(attempt_id), source=str(source), why=reason)
+        self._handle(StreamBroken(attempt_id=attempt_id))
 
     def _from_source(self, attempt_id: AttemptId, item: Any) -> HandoffEvent:
         message = source_message_from_pb(item, attempt_id)
