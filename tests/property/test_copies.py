@@ -37,8 +37,14 @@ def tenant_of(block_hash: BlockHash) -> str:
     return f"tenant-{block_hash[0] % 3}"
 
 
+def in_memory(_: Chain) -> bool:
+    return False
+
+
 def make_book(store: str, num_here: Callable[[Chain], int] = len) -> CopyBook:
-    return CopyBook(WorkerId(store), CONFIG, tenant_of=tenant_of, num_here=num_here)
+    return CopyBook(
+        WorkerId(store), CONFIG, tenant_of=tenant_of, num_here=num_here, is_on_disk=in_memory
+    )
 
 
 def chain(number: int, num_blocks: int = 3) -> Chain:
@@ -455,7 +461,9 @@ def test_a_record_takes_no_more_chains_than_it_holds() -> None:
     members = RingView.of(StoreRecord(member=member) for member in ring.members.values())
     for is_leaving in (False, True):
         for num_blocks, most in ((3, MAX_COPIES), (200, MAX_COPY_BLOCKS // 200)):
-            book = CopyBook(WorkerId("s0"), CONFIG, tenant_of=look_up, num_here=len)
+            book = CopyBook(
+                WorkerId("s0"), CONFIG, tenant_of=look_up, num_here=len, is_on_disk=in_memory
+            )
             book.on_view(members, ring.now)
             for number in range(300):
                 book.note_lent(chain(number, num_blocks=num_blocks), ring.now)
@@ -490,6 +498,7 @@ class Taking:
             CONFIG,
             tenant_of=tenant_of,
             num_here=lambda what: self.num_here.get(what, len(what)),
+            is_on_disk=in_memory,
         )
         leaver = self.ring.leave("s0")
         for what in reversed(chains):

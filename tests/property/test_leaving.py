@@ -42,7 +42,11 @@ class Taker:
     def __init__(self, store_id: WorkerId, num_blocks: int, num_pinned: int = 0) -> None:
         self.core = StoreCore(make_config(num_blocks, max_hard_pin_share=1.0, is_checked=False))
         self.book = CopyBook(
-            store_id, CONFIG, tenant_of=self.core.tenant_of, num_here=self.core.num_here
+            store_id,
+            CONFIG,
+            tenant_of=self.core.tenant_of,
+            num_here=self.core.num_here,
+            is_on_disk=self.core.is_on_disk,
         )
         self.num_puts = 0
         self.num_moved_blocks = 0
@@ -82,7 +86,9 @@ class Ring:
             (store_id := WorkerId(f"s{number}")): Taker(store_id, num_blocks, num_pinned)
             for number, (num_blocks, num_pinned) in enumerate(takers)
         }
-        self.leaver = CopyBook(LEAVER, CONFIG, tenant_of=lambda _: "", num_here=len)
+        self.leaver = CopyBook(
+            LEAVER, CONFIG, tenant_of=lambda _: "", num_here=len, is_on_disk=lambda _: False
+        )
         self.books = {LEAVER: self.leaver} | {
             store_id: taker.book for store_id, taker in self.takers.items()
         }

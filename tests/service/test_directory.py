@@ -60,6 +60,7 @@ def record(
         ),
         reads=(ChainReads(home_hash=BlockHash(bytes(range(32))), bytes_per_s=2.5e9),),
         taken=(BlockHash(bytes(range(1, 33))),),
+        declined=(BlockHash(bytes(range(2, 34))),),
     )
 
 

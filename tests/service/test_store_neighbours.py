@@ -76,6 +76,7 @@ class Store:
                 ),
                 tenant_of=lambda _: "acme",
                 num_here=self._num_here,
+                is_on_disk=lambda _: False,
             ),
             take=self._take,
             clock=clock,

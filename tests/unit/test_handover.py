@@ -54,12 +54,14 @@ class Leaver:
         self.now = 100.0
         #: Leading blocks that lie here, if not all.
         self.num_here: dict[Chain, int] = {}
+        self.on_disk: set[Chain] = set()
         self.weights = {ONE: 1.0, OTHER: 1.0}
         self.handover = Handover(
             asked_s=ASKED_S,
             unheard_s=UNHEARD_S,
             max_blocks=4_096,
             num_here=lambda hashes: self.num_here.get(hashes, len(hashes)),
+            is_on_disk=self.on_disk.__contains__,
         )
 
     def ask(self) -> dict[Chain, tuple[WorkerId, ...]]:
@@ -353,3 +355,36 @@ def test_of_a_chain_that_no_record_holds_its_beginning_is_asked_for(leaver: Leav
     what = chain(1, MAX_COPY_BLOCKS + 10)
     leaver.handover.note(what)
     assert list(leaver.ask()) == [what[:MAX_COPY_BLOCKS]]
+
+
+def test_what_lies_on_disk_is_asked_for_after_all_others(leaver: Leaver) -> None:
+    first, second, third, last = (chain(number, MAX_COPY_BLOCKS // 4) for number in range(4))
+    leaver.on_disk.update((first, third))
+    for what in (first, second, third):
+        leaver.handover.note(what)
+    assert list(leaver.ask()) == [second, third, first]
+    # There is room for one more.
+    small, memory, disk = chain(4), chain(5, 5), chain(6, 5)
+    leaver.on_disk.add(disk)
+    for what in (small, memory, disk, last):
+        leaver.handover.note(what)
+    assert list(leaver.ask()) == [second, third, first, last]
+    leaver.hear(last, of=leaver.ask()[last][0])
+    assert list(leaver.ask()) == [second, third, first, memory, small, disk]
+    for what, (taker,) in leaver.ask().items():
+        assert not leaver.is_over
+        leaver.hear(what, of=taker)
+    assert leaver.is_over
+
+
+def test_what_was_on_disk_and_has_gone_before_its_turn_is_passed_over(leaver: Leaver) -> None:
+    large, gone = chain(1, MAX_COPY_BLOCKS), chain(2)
+    leaver.on_disk.add(gone)
+    leaver.handover.note(large)
+    leaver.ask()
+    leaver.handover.note(gone)
+    assert list(leaver.ask()) == [large]
+    leaver.num_here[gone] = 0
+    ((taker,),) = leaver.ask().values()
+    leaver.hear(large, of=taker)
+    assert (leaver.ask(), leaver.is_over) == ({}, True)

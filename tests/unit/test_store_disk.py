@@ -49,8 +49,11 @@ def test_what_a_put_brings_is_written_and_held_meanwhile() -> None:
     assert frame == make_frame(
         work=(_write(1, "abc", 0, 1, 2),), events=(stored("abc"),), referenced=3
     )
+    assert not store.core.is_on_disk(chain("a"))
     assert store.say(written(frame.disk_work[0])) == make_frame(cached=3)
     assert store.core.stats(0.0).num_disk_blocks == 3
+    assert store.core.is_on_disk(chain("abc"))
+    assert not store.core.is_on_disk(chain("abcd"))
     # Here already: neither written again nor published again.
     assert store.put("abc").disk_work == ()
     assert store.get("abc") == 3

@@ -111,6 +111,7 @@ class CopyBook:
     Args:
         tenant_of: On whose account a block is kept here.
         num_here: How many leading blocks of a chain lie here.
+        is_on_disk: Whether all of a chain that lies here does so on disk.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class CopyBook:
         *,
         tenant_of: Callable[[BlockHash], str],
         num_here: Callable[[tuple[BlockHash, ...]], int],
+        is_on_disk: Callable[[tuple[BlockHash, ...]], bool],
     ) -> None:
         self._store_id = store_id
         self._config = config
@@ -136,6 +138,7 @@ class CopyBook:
             unheard_s=config.unheard_s,
             max_blocks=config.max_recent_blocks,
             num_here=num_here,
+            is_on_disk=is_on_disk,
         )
         self._is_leaving = False
         #: By their last blocks: chains that are taken now, those that are offered again at the next view, and when

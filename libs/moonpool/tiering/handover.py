@@ -7,6 +7,8 @@
 
 Rules
 - The chain that was noted last is asked for first; of each what lies here, and none that another one covers.
+  What lies on disk as a whole comes after all others: it is there again if the node is, and to bring it into
+  memory pushes out what is in memory only.
   A windowful at a time (store_record.py): what is handed over or left makes room for the next. Of a chain that
   is longer than that its beginning is asked for.
 - A chain that loses its end while it is asked for is asked for as far as it still lies here, and for no longer:
@@ -27,7 +29,7 @@ Rules
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -60,6 +62,7 @@ class Handover:
         unheard_s: How long it is asked for if nobody can read it.
         max_blocks: Of chains that are noted.
         num_here: How many leading blocks of a chain lie here.
+        is_on_disk: Whether all of a chain that lies here does so on disk.
     """
 
     def __init__(
@@ -69,12 +72,15 @@ class Handover:
         unheard_s: float,
         max_blocks: int,
         num_here: Callable[[tuple[BlockHash, ...]], int],
+        is_on_disk: Callable[[tuple[BlockHash, ...]], bool],
     ) -> None:
         self._asked_s = asked_s
         self._unheard_s = unheard_s
         self._num_here = num_here
-        #: Those that were not asked for yet.
+        self._is_on_disk = is_on_disk
+        #: Those that were not asked for yet; of these, those that come after all others, in their order.
         self._waiting = RecentChains(max_blocks)
+        self._on_disk: deque[tuple[BlockHash, ...]] = deque()
         #: By the last block, in the order of asking.
         self._asked: dict[BlockHash, Asked] = {}
         #: All blocks of what is or was asked for, without those that were lost; and of what was handed over.
@@ -132,16 +138,12 @@ class Handover:
             if not self._is_left(asked, now):
                 room.take(asked.chain)
                 self._ask(asked, weights, now)
-        while (chain := self._waiting.latest()) is not None:
-            chain = chain[: self._num_here(chain)]
-            if chain and chain[-1] not in self._covered:
-                if not room.is_for(chain):
-                    break
-                room.take(chain)
-                self._covered.update(chain)
-                fresh = Asked(chain=chain, takers=(), ends_at=now + self._unheard_s)
-                self._ask(fresh, weights, now)
-            self._waiting.forget_latest()
+        while (chain := self._next()) is not None and room.is_for(chain):
+            self._forget_next()
+            room.take(chain)
+            self._covered.update(chain)
+            fresh = Asked(chain=chain, takers=(), ends_at=now + self._unheard_s)
+            self._ask(fresh, weights, now)
         for last_hash, asked in before.items():
             if last_hash not in self._asked and room.is_for(asked.chain):
                 room.take(asked.chain)
@@ -160,9 +162,8 @@ class Handover:
 
     def is_over(self, now: float) -> bool:
         """Whether all chains were handed over, or are left."""
-        return not len(self._waiting) and all(
-            self._is_left(one, now) for one in self._asked.values()
-        )
+        is_all_asked = not len(self._waiting) and not self._on_disk
+        return is_all_asked and all(self._is_left(one, now) for one in self._asked.values())
 
     def validate(self) -> None:
         """Check every invariant; raises AssertionError."""
@@ -177,6 +178,29 @@ class Handover:
             assert asked.declined.isdisjoint(asked.takers), asked
 
     # -- parts --
+
+    def _next(self) -> tuple[BlockHash, ...] | None:
+        """What is to be asked for next of what was not yet, as far as it lies here."""
+        while (chain := self._waiting.latest()) is not None:
+            chain = chain[: self._num_here(chain)]
+            if chain and chain[-1] not in self._covered:
+                if not self._is_on_disk(chain):
+                    return chain
+                self._on_disk.append(chain)
+            self._waiting.forget_latest()
+        while self._on_disk:
+            chain = self._on_disk[0]
+            chain = chain[: self._num_here(chain)]
+            if chain and chain[-1] not in self._covered:
+                return chain
+            self._on_disk.popleft()
+        return None
+
+    def _forget_next(self) -> None:
+        if len(self._waiting):
+            self._waiting.forget_latest()
+        else:
+            self._on_disk.popleft()
 
     def _trim(self) -> None:
         """Of each chain that is asked for keep what still lies here, unless others cover that."""

@@ -197,6 +197,10 @@ class StoreCore:
                 return index
         return len(hashes)
 
+    def is_on_disk(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether all of these lie on disk, wherever else they lie."""
+        return all(block_hash in self._catalogue.disk for block_hash in hashes)
+
     def take_frame(self) -> StoreFrame:
         """What has happened since the last frame."""
         return self._frame.take(self.ledger(), self._catalogue.take_events())

@@ -220,6 +220,7 @@ class StoreService:
             CopyConfig(block_bytes=layout.block_bytes),
             tenant_of=engine.tenant_of,
             num_here=engine.num_here,
+            is_on_disk=engine.is_on_disk,
         )
         if disk is not None:
             await _note_found(book, disk)

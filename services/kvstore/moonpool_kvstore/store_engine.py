@@ -259,6 +259,10 @@ class StoreEngine:
         """How many leading blocks of a chain lie here; see StoreCore.num_here."""
         return self._core.num_here(hashes)
 
+    def is_on_disk(self, hashes: tuple[BlockHash, ...]) -> bool:
+        """Whether all of these lie on disk; see StoreCore.is_on_disk."""
+        return self._core.is_on_disk(hashes)
+
     async def pin(self, pin: PinChain) -> PinAnswer:
         """Keep a chain in memory, as far as it lies here.
 
