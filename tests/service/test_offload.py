@@ -31,6 +31,7 @@ from moonpool.kv.layout import KvLayout, plan
 from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.kv.region import KvRegion
 from moonpool.rpc.channel import make_channel
+from moonpool.rpc.store import store_stub
 from moonpool.telemetry import names
 from moonpool.telemetry.metrics import Metrics
 from moonpool.tiering.breaker import BreakerConfig
@@ -87,6 +88,7 @@ async def connect(source: SourceRef) -> Peer:
         key=source.key,
         channel=channel,
         stub=stub,
+        store_stub=store_stub(channel),
         prefixes=ReaderLeases(stub.ReadPrefixes, peer="h"),
         kv=NoKv(),
         plan=plan(LAYOUT, LAYOUT),

@@ -20,6 +20,7 @@ from moonpool.kv.layout import KvLayout, plan
 from moonpool.kv.region import KvRegion
 from moonpool.rpc.channel import make_channel
 from moonpool.rpc.server import RpcServer
+from moonpool.rpc.store import store_stub
 from moonpool.transport.base import KvPeer, KvRead, ReadResult
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.peers import Peer, PeerDirectory
@@ -98,6 +99,7 @@ def make_peer(address: str, *, key: WorkerKey = KEY, kv: KvPeer | None = None) -
         key=key,
         channel=channel,
         stub=stub,
+        store_stub=store_stub(channel),
         prefixes=ReaderLeases(stub.ReadPrefixes, peer="h"),
         kv=kv or NoKv(),
         plan=plan(LAYOUT, LAYOUT),

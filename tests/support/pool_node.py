@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -45,8 +45,8 @@ from moonpool.memory.region import ReadOnlyRegion
 from moonpool.memory.worker_memory import POOL_NAME, WorkerMemory
 from moonpool.native import LeafGeometry, kernels
 from moonpool.rpc.channel import make_channel
-from moonpool.rpc.metadata import call_metadata
-from moonpool.rpc.store import offer_blocks
+from moonpool.rpc.metadata import Metadata, call_metadata
+from moonpool.rpc.store import offer_blocks, store_stub
 from moonpool.service.life import Life, ReadyFacts
 from moonpool.telemetry.metrics import Metrics
 from moonpool.transport.shm import ShmTransport
@@ -97,9 +97,11 @@ class PoolNode:
         self._held: dict[BlockHash, BlockId] = {}
         self._unlocked = asyncio.Event()
         self._fetched: asyncio.Future[int] | None = None
-        self._channel: grpc.aio.Channel | None = None
+        #: Any: generated code has no types.
+        self._stub: Any = None
         self._arena: ReadOnlyRegion | None = None
         self._namespace = ""
+        self._metadata: Metadata = ()
 
     # -- Service --
 
@@ -125,6 +127,7 @@ class PoolNode:
         await node.serve(life, parts)
         self._parts = parts
         self._namespace = handoff_fingerprint(hello.namespace, secret.value)
+        self._metadata = call_metadata(key=secret.rpc_key)
         return parts.facts
 
     async def announce_drain(self) -> None:
@@ -171,12 +174,12 @@ class PoolNode:
     ) -> None:
         """Offer a chain that lies in these blocks; returns when the store has read all of it."""
         parts = self.parts
-        if self._channel is None:
-            self._channel = make_channel(store.address)
+        if self._stub is None:
+            self._stub = store_stub(make_channel(store.address))
         self._held = dict(zip(hashes, blocks, strict=True))
         self._unlocked.clear()
         answer = await offer_blocks(
-            self._channel,
+            self._stub,
             PutOffer(
                 store=store.key,
                 tenant="default",
@@ -184,7 +187,7 @@ class PoolNode:
                 source=SourceRef(key=parts.key, address=parts.address),
                 deadline_s=DEADLINE_S,
             ),
-            metadata=call_metadata(key=parts.secret.rpc_key),
+            metadata=self._metadata,
             timeout_s=DEADLINE_S,
         )
         assert answer.num_wanted_blocks == len(hashes), answer

@@ -17,7 +17,7 @@ from moonpool.ids import BlockHash, WorkerKey
 from moonpool.rpc.admin import fetch_ledger
 from moonpool.rpc.channel import open_channel
 from moonpool.rpc.metadata import call_metadata
-from moonpool.rpc.store import fetch_store_report, offer_blocks
+from moonpool.rpc.store import fetch_store_report, offer_blocks, store_stub
 from moonpool.service.life import Running, StopPolicy, running
 from moonpool.wire.store import PutAnswer, PutOffer, StoreReport
 from moonpool.wire.worker import LedgerReport
@@ -104,7 +104,7 @@ class RunningStore:
         )
         async with open_channel(self.address) as channel:
             return await offer_blocks(
-                channel, offer, metadata=call_metadata(key=self.rpc_key), timeout_s=5.0
+                store_stub(channel), offer, metadata=call_metadata(key=self.rpc_key), timeout_s=5.0
             )
 
     async def report(self) -> StoreReport:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from moonpool.api.v1 import store_pb2 as pb
@@ -25,8 +27,13 @@ from moonpool.wire.store import (
 )
 
 
+def store_stub(channel: grpc.aio.Channel) -> Any:  # Any: generated code has no types
+    """The methods of a store, for calls that follow each other: making them takes a while."""
+    return store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+
+
 async def offer_blocks(
-    channel: grpc.aio.Channel,
+    stub: Any,  # Any: generated code has no types
     offer: PutOffer,
     *,
     metadata: Metadata,
@@ -35,12 +42,12 @@ async def offer_blocks(
     """Offer a chain to a store, which reads what it wants of it later.
 
     Args:
+        stub: From `store_stub`.
         timeout_s: For the answer, which needs no reading.
 
     Raises:
         MoonpoolError: It did not answer, is another incarnation, or answers nonsense.
     """
-    stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
     reply = await call(
         stub.Put,
         put_offer_to_pb(offer),
@@ -62,7 +69,7 @@ async def pin_blocks(
     Raises:
         MoonpoolError: It did not answer, is another incarnation, or answers nonsense.
     """
-    stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+    stub = store_stub(channel)
     reply = await call(
         stub.Pin,
         pin_chain_to_pb(pin),
@@ -82,7 +89,7 @@ async def unpin_blocks(
     Raises:
         MoonpoolError: It did not answer, or is another incarnation.
     """
-    stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+    stub = store_stub(channel)
     await call(
         stub.Unpin,
         unpin_chain_to_pb(unpin),
@@ -103,7 +110,7 @@ async def fetch_store_report(address: str, *, key: str, deadline_s: float) -> St
         MoonpoolError: It did not answer, or not with a report.
     """
     async with open_channel(address) as channel:
-        stub = store_pb2_grpc.StoreStub(channel)  # type: ignore[no-untyped-call]  # generated
+        stub = store_stub(channel)
         reply = await call(
             stub.Stats,
             pb.StoreStatsRequest(),

@@ -170,7 +170,7 @@ class KvOffload:
             async with asyncio.timeout(ANSWER_S):
                 peer = await self._peers.get(SourceRef(key=store.key, address=store.address))
                 answer = await offer_blocks(
-                    peer.channel,
+                    peer.store_stub,
                     PutOffer(
                         store=store.key,
                         tenant=effect.tenant,

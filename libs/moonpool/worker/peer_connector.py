@@ -15,6 +15,7 @@ from moonpool.kv.layout import IncompatibleLayoutError, KvLayout, plan
 from moonpool.rpc.channel import make_channel
 from moonpool.rpc.errors import errors_from
 from moonpool.rpc.metadata import call_metadata
+from moonpool.rpc.store import store_stub
 from moonpool.transport.select import TransportSelector
 from moonpool.wire.worker import WorkerHello, worker_hello_from_pb
 from moonpool.worker.compatibility import IncompatiblePeerError, check_namespace, check_secret
@@ -85,6 +86,7 @@ class PeerConnector:
             key=source.key,
             channel=channel,
             stub=stub,
+            store_stub=store_stub(channel),
             prefixes=ReaderLeases(
                 partial(stub.ReadPrefixes, metadata=self._metadata), peer=str(source.key)
             ),

@@ -44,6 +44,8 @@ class Peer:
     channel: grpc.aio.Channel
     #: Any: generated code has no types.
     stub: Any
+    #: What a store can be asked beside that; nobody answers at a peer that is none.
+    store_stub: Any
     #: What this worker reads of the prefixes that it holds.
     prefixes: ReaderLeases
     kv: KvPeer
