@@ -1,9 +1,9 @@
 """Handover: what a store node that leaves its ring asks the others to take, until they have it. Without IO.
 
     chain noted ---> waits ---> asked ---> handed over      a taker tells that it has it
-                                |   |
-             a taker declines:  |   '----> left             nobody comes for it any more, or all declined
-             the next one is ---'
+                                ^  | |
+                                '--' '---> left             nobody comes for it any more, or all have declined
+            of the next home, when one declines
 
 Rules
 - The chain that was noted last is asked for first; of each what lies here, and none that another one covers.
@@ -14,8 +14,9 @@ Rules
 - A chain that loses its end while it is asked for is asked for as far as it still lies here, and for no longer:
   nobody could ever tell that they have all of it.
 - A chain is handed over by its taker's word only: that it was lent and given back is no proof, since
-  readings end for many reasons. So does a taker say that it tries no more, since it has no room for all of the
-  chain, say: then the next home is asked, each once, and when all have said so the chain is left.
+  readings end for many reasons.
+- By its word only it declines as well: it has tried, and no more of the chain comes, mostly for want of room. Then
+  the next home is asked, each once; when all have declined the chain is left.
 - Takers come in order, for a few chains at a time. So any sign of a taker (it is lent something, gives it back,
   tells that it has something) is one for all that it is asked for, and while it is lent something nothing of
   that is given up. Without a sign a chain is left after `asked_s`.
