@@ -64,7 +64,8 @@ def store_cluster(
             "store": {
                 "host_bytes": NUM_HOST_BLOCKS * block_bytes,
                 "ssd_dir": ssd_dir,
-                "ssd_bytes": "1GiB" if is_ring else "64MiB",
+                # All that fifty deaths leave: what is not there again was lost.
+                "ssd_bytes": "4GiB",
                 "ssd_admission": "all",
                 "ssd_write_bytes_per_day": 0,
                 "is_ssd_strict": True,
