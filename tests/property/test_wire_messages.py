@@ -42,7 +42,7 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.inference.sampling import SamplingParams
 from moonpool.kv.block_hash import ModelNamespace
 from moonpool.kv.layout import KvLayout
-from moonpool.kv.region import KvRegion, NixlAccess
+from moonpool.kv.region import DeviceAccess, KvRegion, NixlAccess
 from moonpool.routing.worker_view import WorkerRole
 from moonpool.wire.control import (
     Announce,
@@ -237,6 +237,13 @@ nixl_accesses = st.builds(
     base_address=st.integers(1, 2**62),
 )
 
+device_accesses = st.builds(
+    DeviceAccess,
+    gpu=names,
+    ipc_handle=st.binary(min_size=1, max_size=64),
+    num_bytes=st.integers(1, 2**40),
+)
+
 
 @st.composite
 def regions(draw: st.DrawFn) -> KvRegion:
@@ -250,6 +257,7 @@ def regions(draw: st.DrawFn) -> KvRegion:
         fd_socket=draw(texts),
         grpc_address=draw(addresses),
         nixl=draw(st.none() | nixl_accesses),
+        device=draw(st.none() | device_accesses),
     )
 
 
@@ -593,6 +601,10 @@ def test_a_fact_of_the_namespace_that_is_unknown_is_not_ignored() -> None:
         (lambda r: r.nixl.ClearField("agent_metadata"), "region.nixl.agent_metadata"),
         (lambda r: setattr(r.nixl, "agent_metadata", bytes(70_000)), "region.nixl.agent_metadata"),
         (lambda r: setattr(r.nixl, "base_address", 2**64 - 1), "region.nixl.base_address"),
+        (lambda r: r.device.ClearField("ipc_handle"), "region.device.ipc_handle"),
+        (lambda r: setattr(r.device, "ipc_handle", bytes(300)), "region.device.ipc_handle"),
+        (lambda r: r.device.ClearField("gpu"), "region.device.gpu"),
+        (lambda r: setattr(r.device, "num_bytes", 2**60), "region.device.num_bytes"),
     ],
 )
 def test_a_region_that_lies_is_refused(change: Any, param: str) -> None:
@@ -608,6 +620,7 @@ def test_a_region_that_lies_is_refused(change: Any, param: str) -> None:
         fd_socket="",
         grpc_address="127.0.0.1:1",
         nixl=NixlAccess(agent_metadata=b"agent", base_address=1 << 40),
+        device=DeviceAccess(gpu="GPU-0", ipc_handle=bytes(64), num_bytes=1 << 30),
     )
     message = region_to_pb(region)
     change(message)

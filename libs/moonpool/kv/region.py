@@ -19,6 +19,17 @@ class NixlAccess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAccess:
+    """What a reader on the same GPU opens the owner's pool in that GPU's memory with."""
+
+    #: The GPU's own identity, which no reboot changes.
+    gpu: str
+    #: As CUDA made it for the memory (cudaIpcMemHandle_t): of this incarnation alone.
+    ipc_handle: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvRegion:
     """One incarnation's pool. A new incarnation has a new region; nothing else about it changes."""
 
@@ -35,3 +46,5 @@ class KvRegion:
     grpc_address: str
     #: None if the pool cannot be read by NIXL.
     nixl: NixlAccess | None = None
+    #: None if it has no pool on a GPU, or none that others can open.
+    device: DeviceAccess | None = None

@@ -6,7 +6,7 @@ from typing import get_args
 
 from moonpool.api.v1 import kv_pb2 as pb
 from moonpool.kv.layout import KvDtype, KvGroup, KvLayout
-from moonpool.kv.region import KvRegion, NixlAccess
+from moonpool.kv.region import DeviceAccess, KvRegion, NixlAccess
 from moonpool.wire.fields import between, invalid, name, text
 from moonpool.wire.request import worker_key_from_pb, worker_key_to_pb
 
@@ -17,6 +17,8 @@ _MAX_HEADS = 65_536
 _MAX_PLANES = 16
 _MAX_BYTES = 1 << 46
 _MAX_AGENT_METADATA_BYTES = 1 << 16
+#: cudaIpcMemHandle_t has 64.
+_MAX_IPC_HANDLE_BYTES = 256
 
 
 def layout_to_pb(layout: KvLayout) -> pb.KvLayout:
@@ -71,6 +73,7 @@ def region_to_pb(region: KvRegion) -> pb.KvRegion:
         fd_socket=region.fd_socket,
         grpc_address=region.grpc_address,
         nixl=None if region.nixl is None else _nixl_to_pb(region.nixl),
+        device=None if region.device is None else _device_to_pb(region.device),
     )
 
 
@@ -85,6 +88,9 @@ def region_from_pb(message: pb.KvRegion, path: str = "region") -> KvRegion:
         fd_socket=text(message.fd_socket, f"{path}.fd_socket", max_length=107),
         grpc_address=text(message.grpc_address, f"{path}.grpc_address"),
         nixl=_nixl_from_pb(message.nixl, f"{path}.nixl") if message.HasField("nixl") else None,
+        device=_device_from_pb(message.device, f"{path}.device")
+        if message.HasField("device")
+        else None,
     )
     if region.pool_bytes < region.layout.pool_bytes:
         raise invalid(
@@ -110,6 +116,23 @@ def _nixl_from_pb(message: pb.NixlAccess, path: str) -> NixlAccess:
         base_address=between(
             message.base_address, f"{path}.base_address", low=1, high=2**63 - _MAX_BYTES
         ),
+    )
+
+
+def _device_to_pb(access: DeviceAccess) -> pb.DeviceAccess:
+    return pb.DeviceAccess(gpu=access.gpu, ipc_handle=access.ipc_handle, num_bytes=access.num_bytes)
+
+
+def _device_from_pb(message: pb.DeviceAccess, path: str) -> DeviceAccess:
+    size = len(message.ipc_handle)
+    if not 1 <= size <= _MAX_IPC_HANDLE_BYTES:
+        raise invalid(
+            f"{path}.ipc_handle", f"has {size} bytes; allowed is 1 to {_MAX_IPC_HANDLE_BYTES}"
+        )
+    return DeviceAccess(
+        gpu=name(message.gpu, f"{path}.gpu"),
+        ipc_handle=message.ipc_handle,
+        num_bytes=between(message.num_bytes, f"{path}.num_bytes", low=1, high=_MAX_BYTES),
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.api.v1 import request_pb2 as moonpool_dot_api_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18moonpool/api/v1/kv.proto\x12\x0fmoonpool.api.v1\x1a\x1dmoonpool/api/v1/request.proto\"\x9c\x02\n\x07KvGroup\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x15\n\rfirst_kv_head\x18\x04 \x01(\r\x12\x16\n\x0etotal_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06planes\x18\x08 \x03(\t\x12\x13\n\x06window\x18\t \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12\x62lock_stride_bytes\x18\n \x01(\x04\x12\x1a\n\x12layer_stride_bytes\x18\x0b \x01(\x04\x12\x1a\n\x12plane_stride_bytes\x18\x0c \x01(\x04\x42\t\n\x07_window\"\\\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12(\n\x06groups\x18\x03 \x03(\x0b\x32\x18.moonpool.api.v1.KvGroup\"\xef\x01\n\x08KvRegion\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.moonpool.api.v1.KvLayout\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64igest_kind\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x11\n\tfd_socket\x18\x06 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x07 \x01(\t\x12)\n\x04nixl\x18\x08 \x01(\x0b\x32\x1b.moonpool.api.v1.NixlAccess\":\n\nNixlAccess\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x04\"<\n\tKvSetHead\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"\x85\x01\n\x0bReadRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.moonpool.api.v1.ReadOpenH\x00\x12+\n\x05spans\x18\x02 \x01(\x0b\x32\x1a.moonpool.api.v1.ReadSpansH\x00\x12\x16\n\x0c\x63redit_bytes\x18\x03 \x01(\x04H\x00\x42\x06\n\x04kind\"L\n\x08ReadOpen\x12*\n\x06source\x18\x01 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04\"\x1a\n\tReadSpans\x12\r\n\x05pairs\x18\x01 \x01(\x0c\"\n\n\x08RawBytes2N\n\x07KvPlane\x12\x43\n\x04Read\x12\x1c.moonpool.api.v1.ReadRequest\x1a\x19.moonpool.api.v1.RawBytes(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18moonpool/api/v1/kv.proto\x12\x0fmoonpool.api.v1\x1a\x1dmoonpool/api/v1/request.proto\"\x9c\x02\n\x07KvGroup\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x15\n\rfirst_kv_head\x18\x04 \x01(\r\x12\x16\n\x0etotal_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06planes\x18\x08 \x03(\t\x12\x13\n\x06window\x18\t \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12\x62lock_stride_bytes\x18\n \x01(\x04\x12\x1a\n\x12layer_stride_bytes\x18\x0b \x01(\x04\x12\x1a\n\x12plane_stride_bytes\x18\x0c \x01(\x04\x42\t\n\x07_window\"\\\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12(\n\x06groups\x18\x03 \x03(\x0b\x32\x18.moonpool.api.v1.KvGroup\"\x9e\x02\n\x08KvRegion\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.moonpool.api.v1.KvLayout\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64igest_kind\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x11\n\tfd_socket\x18\x06 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x07 \x01(\t\x12)\n\x04nixl\x18\x08 \x01(\x0b\x32\x1b.moonpool.api.v1.NixlAccess\x12-\n\x06\x64\x65vice\x18\t \x01(\x0b\x32\x1d.moonpool.api.v1.DeviceAccess\":\n\nNixlAccess\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x04\"B\n\x0c\x44\x65viceAccess\x12\x0b\n\x03gpu\x18\x01 \x01(\t\x12\x12\n\nipc_handle\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"<\n\tKvSetHead\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\"\x85\x01\n\x0bReadRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.moonpool.api.v1.ReadOpenH\x00\x12+\n\x05spans\x18\x02 \x01(\x0b\x32\x1a.moonpool.api.v1.ReadSpansH\x00\x12\x16\n\x0c\x63redit_bytes\x18\x03 \x01(\x04H\x00\x42\x06\n\x04kind\"L\n\x08ReadOpen\x12*\n\x06source\x18\x01 \x01(\x0b\x32\x1a.moonpool.api.v1.WorkerKey\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04\"\x1a\n\tReadSpans\x12\r\n\x05pairs\x18\x01 \x01(\x0c\"\n\n\x08RawBytes2N\n\x07KvPlane\x12\x43\n\x04Read\x12\x1c.moonpool.api.v1.ReadRequest\x1a\x19.moonpool.api.v1.RawBytes(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,19 +37,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVLAYOUT']._serialized_start=363
   _globals['_KVLAYOUT']._serialized_end=455
   _globals['_KVREGION']._serialized_start=458
-  _globals['_KVREGION']._serialized_end=697
-  _globals['_NIXLACCESS']._serialized_start=699
-  _globals['_NIXLACCESS']._serialized_end=757
-  _globals['_KVSETHEAD']._serialized_start=759
-  _globals['_KVSETHEAD']._serialized_end=819
-  _globals['_READREQUEST']._serialized_start=822
-  _globals['_READREQUEST']._serialized_end=955
-  _globals['_READOPEN']._serialized_start=957
-  _globals['_READOPEN']._serialized_end=1033
-  _globals['_READSPANS']._serialized_start=1035
-  _globals['_READSPANS']._serialized_end=1061
-  _globals['_RAWBYTES']._serialized_start=1063
-  _globals['_RAWBYTES']._serialized_end=1073
-  _globals['_KVPLANE']._serialized_start=1075
-  _globals['_KVPLANE']._serialized_end=1153
+  _globals['_KVREGION']._serialized_end=744
+  _globals['_NIXLACCESS']._serialized_start=746
+  _globals['_NIXLACCESS']._serialized_end=804
+  _globals['_DEVICEACCESS']._serialized_start=806
+  _globals['_DEVICEACCESS']._serialized_end=872
+  _globals['_KVSETHEAD']._serialized_start=874
+  _globals['_KVSETHEAD']._serialized_end=934
+  _globals['_READREQUEST']._serialized_start=937
+  _globals['_READREQUEST']._serialized_end=1070
+  _globals['_READOPEN']._serialized_start=1072
+  _globals['_READOPEN']._serialized_end=1148
+  _globals['_READSPANS']._serialized_start=1150
+  _globals['_READSPANS']._serialized_end=1176
+  _globals['_RAWBYTES']._serialized_start=1178
+  _globals['_RAWBYTES']._serialized_end=1188
+  _globals['_KVPLANE']._serialized_start=1190
+  _globals['_KVPLANE']._serialized_end=1268
 # @@protoc_insertion_point(module_scope)

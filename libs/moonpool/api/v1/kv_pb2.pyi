@@ -46,7 +46,7 @@ class KvLayout(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
 
 class KvRegion(_message.Message):
-    __slots__ = ("worker", "layout", "pool_bytes", "digest_kind", "host_id", "fd_socket", "grpc_address", "nixl")
+    __slots__ = ("worker", "layout", "pool_bytes", "digest_kind", "host_id", "fd_socket", "grpc_address", "nixl", "device")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class KvRegion(_message.Message):
     FD_SOCKET_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     worker: _request_pb2.WorkerKey
     layout: KvLayout
     pool_bytes: int
@@ -63,7 +64,8 @@ class KvRegion(_message.Message):
     fd_socket: str
     grpc_address: str
     nixl: NixlAccess
-    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., digest_kind: _Optional[str] = ..., host_id: _Optional[str] = ..., fd_socket: _Optional[str] = ..., grpc_address: _Optional[str] = ..., nixl: _Optional[_Union[NixlAccess, _Mapping]] = ...) -> None: ...
+    device: DeviceAccess
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., digest_kind: _Optional[str] = ..., host_id: _Optional[str] = ..., fd_socket: _Optional[str] = ..., grpc_address: _Optional[str] = ..., nixl: _Optional[_Union[NixlAccess, _Mapping]] = ..., device: _Optional[_Union[DeviceAccess, _Mapping]] = ...) -> None: ...
 
 class NixlAccess(_message.Message):
     __slots__ = ("agent_metadata", "base_address")
@@ -72,6 +74,16 @@ class NixlAccess(_message.Message):
     agent_metadata: bytes
     base_address: int
     def __init__(self, agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ...) -> None: ...
+
+class DeviceAccess(_message.Message):
+    __slots__ = ("gpu", "ipc_handle", "num_bytes")
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    gpu: str
+    ipc_handle: bytes
+    num_bytes: int
+    def __init__(self, gpu: _Optional[str] = ..., ipc_handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class KvSetHead(_message.Message):
     __slots__ = ("sequence", "count", "digest")
