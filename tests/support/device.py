@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moonpool.engine.device.held import HeldBlocks
 from moonpool.engine.device.model import DeviceModel, load_device_model
 from moonpool.engine.device.pool import DevicePool
 from moonpool.engine.device.runner import DeviceRunner, make_parts
@@ -40,12 +41,14 @@ class DeviceEngine:
         buffer: WriteableBuffer | None = None,
         streams: Streams | None = None,
         model: DeviceModel | None = None,
+        memory: torch.Tensor | None = None,
+        held: HeldBlocks | None = None,
     ) -> None:
         layout = layout or model_dir.config.kv_layout(num_blocks, dtype)
         self.layout = layout
         self.buffer = bytearray(0 if buffer is not None else layout.pool_bytes)
         self.host = KvPool(self.buffer if buffer is None else buffer, layout)
-        self.pool = DevicePool(layout, CPU)
+        self.pool = DevicePool(layout, CPU, memory=memory)
         upload = StepUpload(CPU)
         self.model = model or load_device_model(model_dir, CPU, dtype=TORCH_DTYPES[dtype])
         self.parts = make_parts(
@@ -64,6 +67,7 @@ class DeviceEngine:
             parts=self.parts,
             streams=streams or InlineStreams(),
             max_num_seqs=16,
+            held=held,
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moonpool.core.step import StepPlan, StepRow
+from moonpool.engine.device.held import HeldBlocks
 from moonpool.engine.device.runner import load_device_runner, warm_up
 from moonpool.errors import ConfigError
 from moonpool.hub.model_dir import ModelDir
@@ -134,6 +135,41 @@ def test_blocks_that_arrive_are_used(model_dir: ModelDir, parts: str) -> None:
     row = make_row(list(first), [8, 5, 6], start=40)
     found = engine.runner.run(make_plan(row, arrived=[8, 5, 6]), NoMark())
     assert found.tokens == expected.tokens
+
+
+@parts
+def test_blocks_that_are_on_the_device_do_not_come_in_until_something_else_wrote_them(
+    model_dir: ModelDir, parts: str
+) -> None:
+    leaves = np.full((64, 3), 7, np.uint64)
+    held = HeldBlocks(leaves)
+    engine = DeviceEngine(model_dir, held=held, **PARTS[parts])
+    blocks = np.array([5, 6])
+    held.note(blocks, 0, leaves[blocks], np.ones((2, 3), np.bool_))
+    for layer in range(3):
+        engine.pool.layer(layer)[5:7] = 0.5
+        engine.host.store(
+            layer, engine.host.head_index(blocks[:, None]), torch.ones(2, 2, 2, 16, 16)
+        )
+
+    def values() -> list[float]:
+        return [float(engine.pool.layer(1)[block].mean()) for block in (5, 6)]
+
+    engine.runner.run(make_plan(make_row([9], [3]), arrived=[5, 6]), NoMark())
+    assert values() == [0.5, 0.5]
+    engine.runner.run(make_plan(make_row([9], [5])), NoMark())
+    engine.runner.run(make_plan(make_row([9], [3]), arrived=[5, 6]), NoMark())
+    assert values() == [1.0, 0.5]
+    leaves[6] = 8
+    engine.runner.run(make_plan(make_row([9], [3]), arrived=[5, 6]), NoMark())
+    assert values() == [1.0, 1.0]
+    # What it held before that is there no more.
+    leaves[6] = 7
+    for layer in range(3):
+        head = engine.host.head_index(np.array([[6]]))
+        engine.host.store(layer, head, torch.zeros(2, 1, 2, 16, 16))
+    engine.runner.run(make_plan(make_row([9], [3]), arrived=[6]), NoMark())
+    assert values() == [1.0, 0.0]
 
 
 @parts

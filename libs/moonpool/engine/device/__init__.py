@@ -9,6 +9,9 @@ attention    attention by torch, where FlashInfer is missing
 sampling     the sampler's draw, on the device
 pool         the pool in the device's memory, HND blocks
 staging      between that pool and the one in host memory, which peers read
+ipc          memory of this GPU that other processes map, and theirs
+peer_reads   blocks out of peers' pools on this GPU, beside the steps
+held         which blocks came that way and need not come in from host memory
 streams      order of work on a device, and on a side stream
 graphs       a whole decode step as one piece of work
 recording    such a piece: a CUDA graph, or the function itself on a CPU

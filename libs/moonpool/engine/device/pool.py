@@ -9,6 +9,8 @@ batch of a fixed size write there.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,13 +23,17 @@ from moonpool.kv.layout import KvLayout
 class DevicePool:
     """Owns its memory. Block ids are those of the pool in host memory that it stands beside."""
 
-    def __init__(self, layout: KvLayout, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, device: torch.device, *, memory: Tensor | None = None
+    ) -> None:
         """Takes the memory, zeroed: what nobody has written is finite.
+
+        Args:
+            memory: uint8[num_bytes] on the device, in place of what torch gives. Of a peer's pool: read only.
 
         Raises ValueError if the layout is not one that this engine computes.
         """
-        if len(layout.groups) != 1 or layout.groups[0].planes != ("k", "v"):
-            raise ValueError("the engine takes one group of layers with planes k and v")
+        shape = _shape(layout)
         (group,) = layout.groups
         self.layout = layout
         self.device = device
@@ -38,18 +44,20 @@ class DevicePool:
         self.head_dim = group.head_dim
         #: The block that is nobody's.
         self.scratch_block = layout.num_blocks
-        self._blocks = torch.zeros(
-            (
-                layout.num_blocks + 1,
-                group.num_layers,
-                2,
-                group.num_kv_heads,
-                layout.block_size,
-                group.head_dim,
-            ),
-            dtype=moved_as(self.dtype),
-            device=device,
-        )
+        if memory is None:
+            self._blocks = torch.zeros(shape, dtype=moved_as(self.dtype), device=device)
+        else:
+            self._blocks = memory.view(moved_as(self.dtype)).view(shape)
+
+    @property
+    def memory(self) -> Tensor:
+        """uint8[num_bytes], all of it."""
+        return self._blocks.view(-1).view(torch.uint8)
+
+    @staticmethod
+    def num_bytes(layout: KvLayout) -> int:
+        """Of a pool of this layout; raises as the constructor does."""
+        return math.prod(_shape(layout)) * TORCH_DTYPES[layout.groups[0].dtype].itemsize
 
     def layer(self, layer: int) -> Tensor:
         """A view [blocks, 2, kv_heads, tokens, head_dim]: a paged cache in FlashInfer's HND order."""
@@ -83,3 +91,11 @@ class DevicePool:
         blocks = zero_tails[tails, 0].astype(np.int64)
         index = torch.from_numpy(np.stack((blocks, offsets))).to(self.device)
         self._blocks[index[0], :, :, :, index[1]] = 0
+
+
+def _shape(layout: KvLayout) -> tuple[int, ...]:
+    if len(layout.groups) != 1 or layout.groups[0].planes != ("k", "v"):
+        raise ValueError("the engine takes one group of layers with planes k and v")
+    (group,) = layout.groups
+    blocks = (layout.num_blocks + 1, group.num_layers, 2)
+    return (*blocks, group.num_kv_heads, layout.block_size, group.head_dim)

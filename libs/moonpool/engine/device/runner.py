@@ -22,7 +22,15 @@ import structlog
 import torch
 from torch import Tensor
 
-from moonpool.core.step import LayerMark, SampleSpec, StepPlan, StepResult, StepRow, StepTiming
+from moonpool.core.step import (
+    Int32Array,
+    LayerMark,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    StepRow,
+    StepTiming,
+)
 from moonpool.engine.attention import AttentionBackend
 from moonpool.engine.batch import Int64Array, StepBatch, build_batch
 from moonpool.engine.device.attention import GatheredAttention
@@ -34,6 +42,8 @@ from moonpool.engine.device.flashinfer import (
     make_workspace,
 )
 from moonpool.engine.device.graphs import DecodeGraphs, graph_sizes
+from moonpool.engine.device.held import HeldBlocks
+from moonpool.engine.device.ipc import SharedMemory
 from moonpool.engine.device.kernels import DeviceKernels, TorchKernels
 from moonpool.engine.device.model import DeviceModel, load_device_model
 from moonpool.engine.device.pool import DevicePool
@@ -76,19 +86,26 @@ class DeviceRunner:
         parts: DeviceParts,
         streams: Streams,
         max_num_seqs: int,
+        held: HeldBlocks | None = None,
     ) -> None:
-        """`upload` is the one that `parts.attention` plans from. Both pools have one layout."""
+        """`upload` is the one that `parts.attention` plans from. Both pools have one layout.
+
+        Args:
+            held: What a PeerReads over this pool notes; None if there is none.
+        """
         config = model.config
         shape = (pool.num_layers, pool.num_kv_heads, pool.head_dim)
         expected = (config.num_layers, config.num_kv_heads, config.head_dim)
         if shape != expected:
             raise ValueError(f"layout has (layers, KV heads, head size) {shape}, model {expected}")
         self._model = model
-        self._pool = pool
+        #: Of both, whoever copies beside steps may write blocks that are in no step.
+        self.pool, self.host = pool, host
         self._upload = upload
         self._parts = parts
         self._streams = streams
         self._staging = HostStaging(pool, host, streams)
+        self._held = held
         #: Last token drawn into each slot.
         self._last_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -99,9 +116,9 @@ class DeviceRunner:
 
     def _run(self, plan: StepPlan, mark: LayerMark) -> StepResult:
         started = time.perf_counter()
-        batch = build_batch(plan, self._last_tokens, self._pool.block_size)
-        self._pool.clear_tails(plan.zero_tails)
-        self._staging.begin(plan.arrived_block_ids, plan.leaf_block_ids, mark)
+        batch = build_batch(plan, self._last_tokens, self.pool.block_size)
+        self.pool.clear_tails(plan.zero_tails)
+        self._staging.begin(self._arriving(plan, batch), plan.leaf_block_ids, mark)
         begun = self._streams.mark()
         logits = self._logits(batch)
         headed = self._streams.mark()
@@ -128,6 +145,15 @@ class DeviceRunner:
             ),
         )
 
+    def _arriving(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
+        """What arrived and is not here yet. What this step writes is nobody else's any more."""
+        if self._held is None:
+            return plan.arrived_block_ids
+        arriving = self._held.lacking(plan.arrived_block_ids)
+        self._held.forget(arriving)
+        self._held.forget(batch.block_ids)
+        return arriving
+
     def _logits(self, batch: StepBatch) -> Tensor | None:
         """[samples, vocab], asked for; None if nothing is sampled."""
         parts, staging = self._parts, self._staging
@@ -135,14 +161,14 @@ class DeviceRunner:
         if parts.graphs is not None and size is not None:
             staging.bring_all_in()
             logits = parts.graphs.run(batch, size)
-            for layer in range(self._pool.num_layers):
+            for layer in range(self.pool.num_layers):
                 staging.after_layer(layer)
             return logits
         step = self._upload.send(batch)
         parts.attention.plan(batch.pages)
         hidden = self._model.forward(
             step,
-            pool=self._pool,
+            pool=self.pool,
             attention=parts.attention,
             kernels=parts.kernels,
             before_layer=staging.before_layer,
@@ -180,6 +206,17 @@ def make_parts(
     return DeviceParts(kernels=FlashInferKernels(flashinfer), attention=attention, graphs=graphs)
 
 
+def open_gpu(device: str) -> torch.device:
+    """The GPU, as this thread's current one. Raises ConfigError: there is no such GPU here."""
+    where = torch.device(device)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device = {device!r}: torch {torch.__version__} finds no GPU here")
+    if (where.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device = {device!r}: there are {torch.cuda.device_count()} GPUs here")
+    torch.cuda.set_device(where)
+    return where
+
+
 def load_device_runner(
     model_dir: ModelDir,
     buffer: WriteableBuffer,
@@ -190,23 +227,25 @@ def load_device_runner(
     max_num_seqs: int,
     max_model_len: int,
     num_threads: int = 1,
+    shared: SharedMemory | None = None,
+    held: HeldBlocks | None = None,
 ) -> DeviceRunner:
     """Loads the model onto a GPU and binds it to a pool there, beside `buffer` in host memory.
 
     Sets torch's threads for this process: they move rows between pinned memory and `buffer`.
 
+    Args:
+        shared: Where the pool's memory comes from, if peers are to read it.
+        held: What a PeerReads over the pool notes, if there is to be one.
+
     Raises:
         ConfigError: there is no such GPU here.
+        CudaError: It does not have the memory.
         ModelError: the model's files are damaged or do not fit its configuration.
         ValueError: the layout is not this model's, or the buffer is too small.
     """
     torch.set_num_threads(num_threads)
-    where = torch.device(device)
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device = {device!r}: torch {torch.__version__} finds no GPU here")
-    if (where.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device = {device!r}: there are {torch.cuda.device_count()} GPUs here")
-    torch.cuda.set_device(where)
+    where = open_gpu(device)
     flashinfer = find_flashinfer()
     head_dim = model_dir.config.head_dim
     if flashinfer is not None and head_dim not in HEAD_DIMS:
@@ -215,7 +254,8 @@ def load_device_runner(
     model = load_device_model(
         model_dir, where, dtype=TORCH_DTYPES[dtype], num_positions=max_model_len
     )
-    pool, upload = DevicePool(layout, where), StepUpload(where)
+    memory = shared.allocate(DevicePool.num_bytes(layout)) if shared is not None else None
+    pool, upload = DevicePool(layout, where, memory=memory), StepUpload(where)
     parts = make_parts(
         model,
         pool,
@@ -232,6 +272,7 @@ def load_device_runner(
         parts=parts,
         streams=streams_of(where),
         max_num_seqs=max_num_seqs,
+        held=held,
     )
     warm_up(runner, pool)
     log.info("engine.device", device=torch.cuda.get_device_name(where), kernels=parts.kernels.name)

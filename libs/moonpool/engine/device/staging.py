@@ -112,16 +112,30 @@ class HostStaging:
         self._arrivals: list[StreamMark] = []
         #: Layers not yet marked, in order; the first of them are being copied.
         self._departures: deque[_Departure] = deque()
+        #: Layers before this one are marked, or none of this step's.
         self._num_marked = 0
+        self._end_layer = pool.num_layers
 
-    def begin(self, arriving: Int32Array, leaving: Int32Array, mark: LayerMark) -> None:
-        """A step begins. Nothing of the step before is outstanding."""
+    def begin(
+        self,
+        arriving: Int32Array,
+        leaving: Int32Array,
+        mark: LayerMark,
+        *,
+        layers: range | None = None,
+    ) -> None:
+        """A step begins. Nothing of the step before is outstanding.
+
+        Args:
+            layers: Those that `after_layer` is called for; all if None.
+        """
         assert not self._departures, self._departures
+        layers = range(self._pool.num_layers) if layers is None else layers
         self._arriving = self._describe(arriving, self._buffers_in)
         self._leaving = self._describe(leaving, self._buffers_out)
         self._mark = mark
         self._arrivals = []
-        self._num_marked = 0
+        self._num_marked, self._end_layer = layers.start, layers.stop
 
     def before_layer(self, layer: int) -> None:
         """Brings in what arrived of `layer`; work of the main stream from here on sees it."""
@@ -157,7 +171,7 @@ class HostStaging:
             first = self._departures[0]
             (first.copied or first.written).wait()
             self._mark_first()
-        assert self._num_marked == self._pool.num_layers, self._num_marked
+        assert self._num_marked == self._end_layer, self._num_marked
 
     def _describe(self, block_ids: Int32Array, buffers: _Buffers) -> _Blocks | None:
         if len(block_ids) == 0:

@@ -125,3 +125,16 @@ class CudaStreams:
 def streams_of(device: torch.device) -> Streams:
     """The streams that fit a device."""
     return CudaStreams(device) if device.type == "cuda" else InlineStreams()
+
+
+@contextlib.contextmanager
+def thread_stream(device: torch.device) -> Iterator[None]:
+    """What this thread asks of the device meanwhile has an order of its own, beside other threads'."""
+    if device.type != "cuda":
+        yield
+        return
+    # A thread begins on the first GPU, and on the stream that all share.
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has none
+    with torch.cuda.stream(stream):
+        yield
