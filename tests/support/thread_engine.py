@@ -17,7 +17,7 @@ import numpy as np
 from moonpool.clock import SystemClock
 from moonpool.core.core import Core
 from moonpool.core.protocol import Command
-from moonpool.core.step import LayerMark, StepPlan, StepResult
+from moonpool.core.step import LayerMark, Runner, StepPlan, StepResult
 from moonpool.failpoints import Failpoints
 from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.memory.worker_memory import WorkerMemory
@@ -33,6 +33,9 @@ from support.tiny_llama import TinyLlama, write_tiny_llama
 
 #: Called before a layer of a step is marked; may block.
 Gate = Callable[[StepPlan, int], None]
+
+#: What an engine computes with, over its worker's memory.
+MakeRunner = Callable[[WorkerMemory, EngineOptions], Runner]
 
 #: Its K plane of a block of 16 tokens is 128 bytes: the 16 numbers that FakeRunner keeps.
 FAKE_MODEL = TinyLlama(
@@ -114,7 +117,7 @@ class ThreadEngine:
         memory: WorkerMemory,
         options: EngineOptions,
         on_frame: FrameHandler,
-        gate: Gate | None,
+        make_runner: MakeRunner,
     ) -> None:
         self.memory = memory
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -129,7 +132,7 @@ class ThreadEngine:
             layer_group=options.layer_group,
             failpoints=failpoints,
         )
-        runner = SharedPoolRunner(memory, max_num_seqs=options.core.max_num_seqs, gate=gate)
+        runner = make_runner(memory, options)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(
             target=self._serve, args=(runner, marker, failpoints), name=options.worker_id
@@ -155,7 +158,7 @@ class ThreadEngine:
             self._thread.join(timeout=10)
             assert not self._thread.is_alive(), "the engine thread hangs"
 
-    def _serve(self, runner: SharedPoolRunner, mark: LayerMarker, failpoints: Failpoints) -> None:
+    def _serve(self, runner: Runner, mark: LayerMarker, failpoints: Failpoints) -> None:
         try:
             run_engine_loop(
                 link=self._link,
@@ -174,14 +177,19 @@ class ThreadEngine:
 class ThreadEngines:
     """Starts engines and keeps them for the test. Pass it as `start_engine`."""
 
-    def __init__(self, gate: Gate | None = None) -> None:
-        self._gate = gate
+    def __init__(self, gate: Gate | None = None, *, make_runner: MakeRunner | None = None) -> None:
+        def shared_pool(memory: WorkerMemory, options: EngineOptions) -> Runner:
+            return SharedPoolRunner(memory, max_num_seqs=options.core.max_num_seqs, gate=gate)
+
+        self._make_runner = make_runner or shared_pool
         self.engines: list[ThreadEngine] = []
 
     def __call__(
         self, *, memory: WorkerMemory, options: EngineOptions, on_frame: FrameHandler
     ) -> ThreadEngine:
-        engine = ThreadEngine(memory=memory, options=options, on_frame=on_frame, gate=self._gate)
+        engine = ThreadEngine(
+            memory=memory, options=options, on_frame=on_frame, make_runner=self._make_runner
+        )
         self.engines.append(engine)
         return engine
 

@@ -213,6 +213,11 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         ("[router]\nhost = '[::1'", "allowed is a name or an IP address, without a port"),
         ("[router]\nseeds = ['::1:8001']", "router.seeds[0] = '::1:8001'"),
         ("[worker]\ntransports = ['shm', 'shm']", "each may be named once"),
+        (
+            "[worker]\ntransports = ['cuda_ipc', 'shm']",
+            "cuda_ipc is only for workers with device = 'cuda'",
+        ),
+        ("[store]\ntransports = ['shm', 'cuda_ipc']", "cuda_ipc is only for workers"),
         ("[worker]\ndevice = 'gpu'", "worker.device = 'gpu' (cluster.toml): "),
         ("[worker]\ndevice = 'cuda'", "allowed only with allow_unverified = true"),
         (
@@ -252,6 +257,25 @@ def test_a_mistake_names_key_value_source_and_what_is_allowed(
     assert "hunter2" not in caught.value.message
     assert _DIGEST not in caught.value.message.lower()
     assert len(caught.value.message.splitlines()) == 1
+
+
+def test_workers_on_a_gpu_read_there_first_unless_they_are_told_otherwise(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "[[workers]]\nrole = 'prefill'\ndevice = 'cuda'\nallow_unverified = true\n"
+        "[[workers]]\nrole = 'decode'\n"
+        "[[workers]]\nrole = 'both'\ndevice = 'cuda:1'\nallow_unverified = true\n"
+        "transports = 'shm,cuda_ipc'",
+    ).config
+    assert [group.settings.transports for group in config.workers] == [
+        ("cuda_ipc", "shm", "grpc"),
+        ("shm", "grpc"),
+        ("shm", "cuda_ipc"),
+    ]
+    on_gpu = load(tmp_path, "[worker]\ndevice = 'cuda'\nallow_unverified = true").config
+    assert {group.settings.transports for group in on_gpu.workers} == {("cuda_ipc", "shm", "grpc")}
+    everywhere = "[worker]\ndevice = 'cuda'\nallow_unverified = true\ntransports = ['grpc']"
+    assert load(tmp_path, everywhere).config.workers[0].settings.transports == ("grpc",)
 
 
 def test_every_mistake_is_said_at_once(tmp_path: Path) -> None:

@@ -227,6 +227,7 @@ def test_boot_survives_the_wire() -> None:
         model_path="models/tiny",
         model_name="tiny",
         data_dir="data",
+        device_fd=9,
         dtype="float32",
         compute_dtype="float32",
         layout=KvLayout.block_major(

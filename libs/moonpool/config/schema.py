@@ -42,7 +42,7 @@ RoleName = Literal["prefill", "decode", "both"]
 RouterMode = Literal[
     "min_ttft", "random", "round_robin", "least_loaded", "prefix_affinity", "dynamo_linear"
 ]
-TransportName = Literal["shm", "nixl", "grpc"]
+TransportName = Literal["cuda_ipc", "shm", "nixl", "grpc"]
 #: moonpool.kv.eviction.EvictionName
 EvictionPolicyName = Literal["lru", "s3_fifo", "lfu_aged"]
 #: moonpool.tiering.config.DiskAdmission
@@ -73,9 +73,13 @@ def _split_names(value: object) -> object:
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 
-def _check_transports(transports: tuple[TransportName, ...]) -> None:
+def _check_transports(transports: tuple[TransportName, ...], *, device: str = "cpu") -> None:
     if len(set(transports)) != len(transports):
         raise ValueError(f"transports = {list(transports)}: each may be named once")
+    if "cuda_ipc" in transports and device == "cpu":
+        raise ValueError(
+            f"transports = {list(transports)}: cuda_ipc is only for workers with device = 'cuda'"
+        )
 
 
 def _check_address(host: str, advertise_host: str | None) -> None:
@@ -287,7 +291,7 @@ class WorkerSettings(Section):
     headroom_tokens: int = Field(default=32, ge=0, le=65_536)
     #: Layers that a prefill announces at once.
     layers_per_group: int = Field(default=1, ge=1, le=1_024)
-    #: In order of preference. The one that is taken is announced.
+    #: In order of preference. The one that is taken is announced. On a GPU `cuda_ipc` comes first by default.
     transports: tuple[TransportName, ...] = Field(default=("shm", "grpc"), min_length=1)
     #: Fail instead of falling back to a later transport.
     is_transport_strict: bool = False
@@ -310,6 +314,13 @@ class WorkerSettings(Section):
             raise ValueError(f"allowed are {', '.join(map(str, _BLOCK_SIZES))}")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_gpus(cls, data: Any) -> Any:  # Any: pydantic gives what it was given
+        if isinstance(data, dict) and data.get("device", "cpu") != "cpu":
+            return {"transports": ("cuda_ipc", "shm", "grpc"), **data}
+        return data
+
     @field_validator("transports", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
@@ -317,7 +328,7 @@ class WorkerSettings(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        _check_transports(self.transports)
+        _check_transports(self.transports, device=self.device)
         _check_address(self.host, self.advertise_host)
         if self.device != "cpu" and not self.allow_unverified:
             raise ValueError(

@@ -51,6 +51,22 @@ class LocalPool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCopy:
+    """A read told in blocks, for transports that copy no bytes of host memory.
+
+    Leaf i * m + j of the read is block i, layer first_layer + j.
+    """
+
+    #: int64[n] each.
+    sources: Int64Array
+    targets: Int64Array
+    #: From 0 in the group.
+    first_layer: int
+    #: uint64[n, m]
+    expected: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KvRead:
     """What to copy and what to check, in the order in which it is done."""
 
@@ -62,6 +78,8 @@ class KvRead:
     order: Int64Array
     #: Of all spans.
     num_bytes: int
+    #: The same in blocks; None if it is not of whole blocks in this order.
+    block_copy: BlockCopy | None = None
 
     @classmethod
     def of(
@@ -72,6 +90,7 @@ class KvRead:
         layers: npt.ArrayLike,
         expected: npt.ArrayLike,
         after_span: npt.ArrayLike,
+        block_copy: BlockCopy | None = None,
     ) -> KvRead:
         """A read of `spans` that checks m leaves; the four columns are parallel, in any order.
 
@@ -81,6 +100,7 @@ class KvRead:
             layers: Layer of each leaf, from 0 in the group.
             expected: Its digest, uint64.
             after_span: Row of `spans` that completes it.
+            block_copy: The same in blocks.
         """
         checks = leaf_checks(blocks, layers, expected, after_span)
         order = np.lexsort((checks["layer"], checks["block"], checks["after_span"]))
@@ -89,6 +109,7 @@ class KvRead:
             checks=checks.take(order),
             order=order,
             num_bytes=int(np.add.reduce(spans[:, 2])),
+            block_copy=block_copy,
         )
 
     def bad_leaves(self, is_bad: npt.NDArray[np.bool_] | None) -> tuple[int, ...]:
@@ -135,7 +156,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """shm, nixl or grpc: as it is announced and counted."""
+        """shm, cuda_ipc, nixl or grpc: as it is announced and counted."""
         ...
 
     @property

@@ -71,8 +71,8 @@ def encode_to_engine(message: ToEngine, *, max_bytes: int = MAX_FRAME_BYTES) -> 
     """A whole frame, length first. Raises FrameTooLongError."""
     if isinstance(message, EngineCommands):
         wire = WireCommands([command_to_wire(c) for c in message.commands])
-        return _framed(wire, max_bytes)
-    return _framed(WireBoot(message), max_bytes)
+        return framed(wire, max_bytes)
+    return framed(WireBoot(message), max_bytes)
 
 
 def decode_to_engine(payload: bytes | bytearray | memoryview) -> ToEngine:
@@ -89,12 +89,12 @@ def decode_to_engine(payload: bytes | bytearray | memoryview) -> ToEngine:
 def encode_from_engine(message: FromEngine) -> bytes:
     """A whole frame, length first. Raises FrameTooLongError."""
     if isinstance(message, EngineSteps):
-        return _framed(WireSteps([frame_to_wire(frame) for frame in message.frames]))
+        return framed(WireSteps([frame_to_wire(frame) for frame in message.frames]))
     if isinstance(message, EngineMapped):
-        return _framed(WireMapped(message.pid))
+        return framed(WireMapped(message.pid))
     if isinstance(message, EngineReady):
-        return _framed(WireReady(message.load_s))
-    return _framed(WireFailed(message.code, message.message))
+        return framed(WireReady(message.load_s))
+    return framed(WireFailed(message.code, message.message))
 
 
 def decode_from_engine(payload: bytes | bytearray | memoryview) -> FromEngine:
@@ -112,7 +112,8 @@ def decode_from_engine(payload: bytes | bytearray | memoryview) -> FromEngine:
     return EngineFailed(code=wire.code, message=wire.message)
 
 
-def _framed(wire: Wire, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+def framed(wire: Wire, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """A whole frame of one struct, length first. Raises FrameTooLongError."""
     buffer = bytearray(_LENGTH.size)
     _encoder.encode_into(wire, buffer, _LENGTH.size)
     num_bytes = len(buffer) - _LENGTH.size

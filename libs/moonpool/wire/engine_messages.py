@@ -49,6 +49,8 @@ class EngineBoot:
     control_fd: int
     #: eventfd that tells the service of finished layers (memory.WorkerMemory.bell).
     bell_fd: int
+    #: Socket by which peers' device memory is read (device_frames.py); -1 for none.
+    device_fd: int = -1
     #: The bell rings after every so many layers, and after the last.
     layer_group: int
     #: CPUs this process is bound to; empty for no binding.

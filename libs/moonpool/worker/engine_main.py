@@ -16,7 +16,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -26,11 +28,15 @@ from moonpool.clock import SystemClock
 from moonpool.config.schema import TelemetrySettings
 from moonpool.core.core import Core
 from moonpool.core.step import Runner
-from moonpool.engine.device.runner import load_device_runner
+from moonpool.engine.device.held import HeldBlocks
+from moonpool.engine.device.ipc import CudaError, CudaIpc, find_cuda_ipc
+from moonpool.engine.device.peer_reads import PeerReads
+from moonpool.engine.device.runner import load_device_runner, open_gpu
+from moonpool.engine.device.streams import streams_of, thread_stream
 from moonpool.engine.runner import load_runner
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.failpoints import Failpoints
-from moonpool.hub.model_dir import open_model_dir
+from moonpool.hub.model_dir import ModelDir, open_model_dir
 from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.memory.heap import keep_freed_memory
 from moonpool.memory.worker_memory import WorkerMemory, WorkerMemoryFds
@@ -38,6 +44,7 @@ from moonpool.native import kernels
 from moonpool.service.log import setup_logging
 from moonpool.service.parent import die_with_parent
 from moonpool.wire.engine_messages import EngineBoot, EngineFailed, EngineMapped, EngineReady
+from moonpool.worker.device_server import refuse_device, serve_device
 from moonpool.worker.engine_link import EngineLink, EngineLinkClosed
 from moonpool.worker.engine_loop import run_engine_loop
 from moonpool.worker.layer_mark import LayerMarker
@@ -134,21 +141,12 @@ def _load_runner(boot: EngineBoot, memory: WorkerMemory) -> Runner:
     model_dir = open_model_dir(
         Path(boot.model_path), name=boot.model_name, data_dir=Path(boot.data_dir)
     )
-    pool, core = memory.pool.bytes.data, boot.core
     if boot.device != "cpu":
-        return load_device_runner(
-            model_dir,
-            pool,
-            boot.layout,
-            device=boot.device,
-            dtype=boot.dtype,
-            max_num_seqs=core.max_num_seqs,
-            max_model_len=core.max_model_len,
-            num_threads=boot.num_threads,
-        )
+        return _load_device_runner(boot, memory, model_dir)
+    core = boot.core
     return load_runner(
         model_dir,
-        pool,
+        memory.pool.bytes.data,
         boot.layout,
         dtype=boot.dtype,
         compute_dtype=boot.compute_dtype,
@@ -158,6 +156,61 @@ def _load_runner(boot: EngineBoot, memory: WorkerMemory) -> Runner:
         num_threads=boot.num_threads,
         kernels=kernels(),
     )
+
+
+def _load_device_runner(boot: EngineBoot, memory: WorkerMemory, model_dir: ModelDir) -> Runner:
+    """The runner; beside it a thread that reads peers' pools on this GPU, if the service wants one."""
+    where, core = open_gpu(boot.device), boot.core
+    shared: CudaIpc | None = None
+    if boot.device_fd >= 0:
+        try:
+            shared = find_cuda_ipc(where)
+        except CudaError as error:
+            refuse_device(socket.socket(fileno=boot.device_fd), str(error))
+    held = HeldBlocks(memory.leaf_digests) if shared is not None else None
+    runner = load_device_runner(
+        model_dir,
+        memory.pool.bytes.data,
+        boot.layout,
+        device=boot.device,
+        dtype=boot.dtype,
+        max_num_seqs=core.max_num_seqs,
+        max_model_len=core.max_model_len,
+        num_threads=boot.num_threads,
+        shared=shared,
+        held=held,
+    )
+
+    def make_reads() -> PeerReads:
+        assert shared is not None
+        assert held is not None
+        return PeerReads(
+            shared,
+            pool=runner.pool,
+            host=runner.host,
+            host_bytes=memory.pool.bytes,
+            held=held,
+            kernels=kernels(),
+            streams=streams_of(where),
+        )
+
+    if shared is not None:
+        threading.Thread(
+            target=_serve_device, args=(boot, where, make_reads), name="device", daemon=True
+        ).start()
+    return runner
+
+
+def _serve_device(
+    boot: EngineBoot, where: torch.device, make_reads: Callable[[], PeerReads]
+) -> None:
+    """The thread's life. What goes wrong with it is this process's end, as if it were a step's."""
+    try:
+        with thread_stream(where):
+            serve_device(socket.socket(fileno=boot.device_fd), make_reads())
+    except BaseException:
+        log.exception("engine.device_thread_failed")
+        os._exit(1)
 
 
 def _pin(cpus: tuple[int, ...]) -> None:

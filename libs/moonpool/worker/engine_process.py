@@ -58,6 +58,8 @@ class EngineOptions:
     quantization: Quantization = "none"
     #: `cpu`, or as torch names a GPU.
     device: str = "cpu"
+    #: Of the engine's end of a transport.DeviceLink, left open in the engine; -1 for none.
+    device_fd: int = -1
     core: CoreConfig
     namespace: ModelNamespace
     secret: bytes = field(repr=False)
@@ -97,9 +99,10 @@ class EngineProcess:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
             command = [sys.executable, "-m", ENGINE_MODULE, str(theirs.fileno()), str(os.getpid())]
+            device_fds = (options.device_fd,) if options.device_fd >= 0 else ()
             process = subprocess.Popen(
                 command,
-                pass_fds=(theirs.fileno(), *memory.fds.as_tuple()),
+                pass_fds=(theirs.fileno(), *device_fds, *memory.fds.as_tuple()),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
             )
@@ -145,6 +148,7 @@ class EngineProcess:
                 leaves_fd=fds.leaves,
                 control_fd=fds.control,
                 bell_fd=fds.bell,
+                device_fd=options.device_fd,
                 layer_group=options.layer_group,
                 cpu_affinity=options.cpu_affinity,
                 num_threads=options.num_threads,

@@ -21,7 +21,7 @@ from moonpool.failpoints import Failpoints
 from moonpool.handoff.effects import StartRead
 from moonpool.handoff.events import ReadDone
 from moonpool.ids import AttemptId
-from moonpool.transport.base import KvRead, ReadResult, peer_lost
+from moonpool.transport.base import BlockCopy, KvRead, ReadResult, peer_lost
 from moonpool.worker.attempt_book import AttemptBook
 from moonpool.worker.attempt_record import ReadRecord
 from moonpool.worker.books import WorkerBooks
@@ -137,6 +137,9 @@ class KvReads:
             layers=np.arange(expected.size) % num_layers + first_column,
             expected=expected.reshape(-1),
             after_span=copies.last_spans.reshape(-1),
+            block_copy=BlockCopy(
+                sources=sources, targets=targets, first_layer=first_column, expected=expected
+            ),
         )
         started_ns = time.time_ns()
         try:

@@ -51,6 +51,8 @@ from moonpool.service.life import Life, ReadyFacts
 from moonpool.service.loop_lag import watch_loop_lag
 from moonpool.telemetry import names
 from moonpool.transport.base import ByteArray, LocalPool, Transport
+from moonpool.transport.cuda_ipc import CudaIpcTransport
+from moonpool.transport.device_link import DeviceLink
 from moonpool.transport.grpc_server import kv_read_handler
 from moonpool.transport.select import TransportSelector
 from moonpool.wire.worker import WorkerHello
@@ -93,6 +95,9 @@ class TransportContext:
     pool_fd: int
     #: The node's address is loopback: no peer is on another host.
     is_host_only: bool
+    layout: KvLayout
+    #: To an engine on a GPU that reads peers' memory there.
+    device: DeviceLink | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,9 +257,17 @@ class KvNode:
         )
 
     async def enter_transports(
-        self, life: Life, parts: NodeParts, hello: WorkerHello
+        self,
+        life: Life,
+        parts: NodeParts,
+        hello: WorkerHello,
+        *,
+        device: DeviceLink | None = None,
     ) -> WorkerHello:
         """The hello with what peers need to read this node's memory by each transport.
+
+        Args:
+            device: For the transport by CUDA IPC.
 
         Raises:
             ConfigError: The one that must be taken, or every one, cannot be used here.
@@ -268,22 +281,25 @@ class KvNode:
             worker=parts.key,
             pool_fd=parts.memory.pool.fd,
             is_host_only=is_loopback(settings.advertise_host or settings.host),
+            layout=parts.memory.layout,
+            device=device,
         )
         makers = self._adapters.transports
         transports = [await life.enter(makers[name](context)) for name in settings.transports]
-        required = transports[:1] if settings.is_transport_strict else transports
-        if all(transport.unusable is not None for transport in required):
-            raise ConfigError(
-                f"transports = {list(settings.transports)}: "
-                f"{'; '.join(f'{one.name}: {one.unusable}' for one in required)}"
-            )
-        for transport in transports:
-            if transport.unusable is not None:
-                log.warning(
-                    "worker.transport_unusable", transport=transport.name, why=transport.unusable
-                )
         self._transports = transports
+        self._check_usable(transports)
         return announced(hello, transports)
+
+    def announce_device(self) -> None:
+        """Once the engine has said what it offers of its GPU: tell peers from here on.
+
+        Raises:
+            ConfigError: The transport that must be taken cannot be used here.
+        """
+        shell = self.shell
+        known = [one for one in self._transports if isinstance(one, CudaIpcTransport)]
+        self._check_usable(known)
+        shell.hello = announced(shell.hello, known)
 
     def make_shell(
         self,
@@ -424,6 +440,21 @@ class KvNode:
         await self._server.stop(grace_s=_STOP_GRACE_S)
 
     # -- parts --
+
+    def _check_usable(self, changed: Sequence[Transport]) -> None:
+        """Raise if what must be taken is unusable; else say what of `changed` is."""
+        settings = self._settings
+        required = self._transports[:1] if settings.is_transport_strict else self._transports
+        if all(transport.unusable is not None for transport in required):
+            raise ConfigError(
+                f"transports = {list(settings.transports)}: "
+                f"{'; '.join(f'{one.name}: {one.unusable}' for one in required)}"
+            )
+        for transport in changed:
+            if transport.unusable is not None:
+                log.warning(
+                    "worker.transport_unusable", transport=transport.name, why=transport.unusable
+                )
 
     async def _listen_http(self, life: Life) -> ReadyFacts:
         port = self._settings.metrics_port

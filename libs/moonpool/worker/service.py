@@ -27,6 +27,8 @@ from moonpool.kv.layout import KvLayout
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.service.life import Life, ReadyFacts
 from moonpool.telemetry.metrics import Metrics
+from moonpool.transport.cuda_ipc import CudaIpcTransport
+from moonpool.transport.device_link import DeviceLink
 from moonpool.wire.engine_messages import EngineReady
 from moonpool.worker.books import WORKER_METRICS, WorkerBooks
 from moonpool.worker.engine_channel import FrameHandler
@@ -113,7 +115,8 @@ class WorkerService:
         core = core_config(config, model, layout)
         parts = await node.listen(life, layout=layout, secret=secret)
         hello = worker_hello(config, parts.key, model, layout, secret, parts.address)
-        hello = await node.enter_transports(life, parts, hello)
+        device = DeviceLink() if CudaIpcTransport.name in config.worker.transports else None
+        hello = await node.enter_transports(life, parts, hello, device=device)
         engines: list[Engine] = []
         shell = node.make_shell(
             parts,
@@ -131,14 +134,27 @@ class WorkerService:
         )
         engine = self._start_engine(
             memory=parts.memory,
-            options=engine_options(config, parts.key, model, core, hello.namespace, secret),
+            options=engine_options(
+                config,
+                parts.key,
+                model,
+                core,
+                hello.namespace,
+                secret,
+                device_fd=device.engine_end.fileno() if device is not None else -1,
+            ),
             on_frame=shell.on_frame,
         )
+        if device is not None:
+            device.release()
         engines.append(engine)
         life.stack.push_async_callback(engine.stop)
         life.spawn(engine.run(), name="engine")
         ready = await engine.boot()
         log.info("worker.engine_ready", load_s=round(ready.load_s, 3), layout=_words(layout))
+        if device is not None:
+            await device.offered()
+            node.announce_device()
         bus = await node.serve(life, parts)
         node.follow_others(life, bus)
         return parts.facts

@@ -134,8 +134,10 @@ def engine_options(
     core: CoreConfig,
     namespace: ModelNamespace,
     secret: ClusterSecret,
+    *,
+    device_fd: int = -1,
 ) -> EngineOptions:
-    """How the engine process is started."""
+    """How the engine process is started. `device_fd`: see EngineOptions."""
     common = config.common
     return EngineOptions(
         worker_id=key.worker_id,
@@ -147,6 +149,7 @@ def engine_options(
         compute_dtype=common.compute_dtype,
         quantization=common.quantization,
         device=config.worker.device,
+        device_fd=device_fd,
         core=core,
         namespace=namespace,
         secret=secret.value,

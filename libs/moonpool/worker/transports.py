@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from moonpool.rpc.channel import make_channel
+from moonpool.transport.cuda_ipc import CudaIpcTransport
 from moonpool.transport.grpc_reader import GrpcTransport
 from moonpool.transport.nixl import NixlTransport
 from moonpool.transport.shm import ShmTransport
@@ -14,6 +15,11 @@ from moonpool.worker.node import EnterableTransport, TransportContext
 
 def _shm(context: TransportContext) -> ShmTransport:
     return ShmTransport(pool=context.pool, host_id=context.host_id, kernels=context.kernels)
+
+
+def _cuda_ipc(context: TransportContext) -> CudaIpcTransport:
+    assert context.device is not None, "only workers on a GPU are configured to use it"
+    return CudaIpcTransport(link=context.device, layout=context.layout, host=_shm(context))
 
 
 def _nixl(context: TransportContext) -> NixlTransport:
@@ -38,6 +44,7 @@ def _grpc(context: TransportContext) -> GrpcTransport:
 #: For NodeAdapters.
 TRANSPORTS: Mapping[str, Callable[[TransportContext], EnterableTransport]] = {
     "shm": _shm,
+    "cuda_ipc": _cuda_ipc,
     "nixl": _nixl,
     "grpc": _grpc,
 }
