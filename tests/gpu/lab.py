@@ -119,7 +119,7 @@ SELF_CHECK = Scale(
 class Figure:
     """One line of the table."""
 
-    #: G0 to G8, as in the list of what is to be shown.
+    #: G0 to G9, as in the list of what is to be shown.
     bench: str
     what: str
     value: float

@@ -1,4 +1,4 @@
-"""Correctness on a GPU, then G0 to G8. Called by run.sh, which says what it needs.
+"""Correctness on a GPU, then G0 to G9. Called by run.sh, which says what it needs.
 
 `--self-check` runs all of it on the CPU at sizes that take seconds: the script itself is what is
 checked, and its figures mean nothing.
@@ -23,6 +23,7 @@ import copies
 import correctness
 import flashinfer_signatures
 import kernels
+import peers
 import steps
 from lab import HEADER, ONE_GPU, SELF_CHECK, Lab, write_json
 from random_engine import BLOCK, random_model, row
@@ -65,6 +66,7 @@ def main() -> int:
     asked = {name for name in args.only.split(",") if name}
     if not asked or "C" in asked:
         problems += correctness.check(lab)
+        problems += peers.check(lab)
     print(HEADER, flush=True)
     for names, work in _benchmarks(lab):
         if asked and not asked & {*names, "G0"} and "G0" not in names:
@@ -119,6 +121,7 @@ def _benchmarks(lab: Lab) -> list[tuple[tuple[str, ...], Callable[[], None]]]:
         (("G6",), lambda: steps.burst_into_decodes(lab, model())),
         (("G7",), lambda: steps.found_prefixes(lab, model())),
         (("G8",), lambda: copies.between_pools(lab)),
+        (("G9",), lambda: peers.between_processes(lab)),
     ]
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # For a person with one H100 or H200: is the engine right on it, and how fast. At most 8 minutes.
 #
-#   tests/gpu/run.sh                 correctness against the CPU engine, then the table G0 to G8
+#   tests/gpu/run.sh                 correctness against the CPU engine, then the table G0 to G9
 #   tests/gpu/run.sh --self-check    all of it on the CPU, at sizes that take seconds
 #   tests/gpu/run.sh --only C,G1     parts of it; --no-flashinfer; --json FILE
 #
