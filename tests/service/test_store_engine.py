@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from moonpool.handoff.messages import SourceRef
 from moonpool.ids import AttemptId, BlockHash, Incarnation, WorkerId, WorkerKey
 from moonpool.kv.layout import KvLayout
 from moonpool.memory.worker_memory import WorkerMemory
+from moonpool.store.base import BlockLog
 from moonpool.tiering.config import TenantQuota
 from moonpool.tiering.protocol import PutRefusal
 from moonpool.tiering.store_core import StoreCore
@@ -33,6 +35,7 @@ from moonpool.wire.engine_messages import TimedFrame
 from moonpool.wire.store import PutAnswer, PutOffer
 from moonpool_kvstore.store_engine import StoreEngine
 from support.eventually import eventually
+from support.segment_log import EVEN, open_log, write
 from support.store import BLOCK_SIZE, chain, make_config
 
 ME = WorkerKey(WorkerId("s0"), Incarnation("1"))
@@ -47,17 +50,19 @@ Chain = tuple[BlockHash, ...]
 class Watched:
     """An engine, and all that it told. Readings end when the test says so."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(
+        self, *, layout: KvLayout = LAYOUT, disk: BlockLog | None = None, **config: Any
+    ) -> None:
         self.reserved: dict[Chain, AttemptId] = {}
         self.aborted: list[AttemptId] = []
         self.revoked: list[AttemptId] = []
         self.told: list[tuple[object, ...]] = []
-        self.memory = WorkerMemory.create(LAYOUT)
+        self.memory = WorkerMemory.create(layout)
         tenants = (TenantQuota(tenant="t"),)
         self.engine = StoreEngine(
             core=StoreCore(make_config(max_puts=2, tenants=tenants, **config)),
             memory=self.memory,
-            disk=None,
+            disk=disk,
             clock=SystemClock(),
             failpoints=Failpoints.off(),
             on_frame=self._on_frame,
@@ -157,6 +162,18 @@ async def test_a_taker_is_answered_when_its_time_is_up_and_nothing_is_read() -> 
             await lab.do(ReadEnded(attempt_id=attempt_id))
             assert (await taking).refusal is None
         assert lab.engine.stats().num_expired_puts == 1
+
+
+async def test_an_engine_that_runs_knows_all_that_lies_on_disk(tmp_path: Path) -> None:
+    blocks = range(12)
+    async with open_log(tmp_path / "ssd") as world:
+        assert await write(world.log, *blocks) == tuple(blocks)
+    async with (
+        open_log(tmp_path / "ssd") as world,
+        watched(layout=EVEN, disk=world.log, has_disk=True) as lab,
+    ):
+        # As it says to whoever asks first: the log tells it of each segment apart.
+        assert lab.engine.stats().num_disk_blocks == len(blocks)
 
 
 async def test_nobody_waits_for_an_engine_that_has_stopped() -> None:

@@ -30,7 +30,6 @@ from moonpool.core.protocol import (
     Abort,
     Arrived,
     BlocksArrived,
-    ClearCache,
     Command,
     CoreFrame,
     Decode,
@@ -159,8 +158,6 @@ class StoreEngine:
         #: Of disk work; None while `run` does not run: then nothing is handled.
         self._tasks: asyncio.TaskGroup | None = None
         self._is_running = asyncio.Event()
-        #: What the scan has found is not there any more.
-        self._is_cleared = False
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._puts: dict[AttemptId, _Put] = {}
         self._put_numbers = itertools.count(1)
@@ -185,10 +182,10 @@ class StoreEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                self._is_running.set()
                 try:
                     if self._disk is not None:
-                        tasks.create_task(self._tell_contents(self._disk))
+                        await self._tell_contents(self._disk)
+                    self._is_running.set()
                     await asyncio.shield(self._failure)
                 finally:
                     self._tasks = None
@@ -207,7 +204,7 @@ class StoreEngine:
                     answered.set_exception(_not_ready())
 
     async def wait_running(self) -> None:
-        """Until `run` has begun."""
+        """Until `run` has begun, and the core knows what lies on disk."""
         await self._is_running.wait()
 
     def stats(self) -> StoreStats:
@@ -225,8 +222,6 @@ class StoreEngine:
             self._locks[command.read_id] = _Lock(hashes=command.hashes, reader=command.reader)
         elif isinstance(command, UnlockPrefix):
             self._on_unlock(command)
-        elif isinstance(command, ClearCache):
-            self._is_cleared = True
         self._commands.append(command)
         if not self._is_flush_planned:
             self._is_flush_planned = True
@@ -460,8 +455,6 @@ class StoreEngine:
     async def _tell_contents(self, disk: BlockLog) -> None:
         """Tell the core what the scan has found, a part in each turn of the loop."""
         for part in disk.contents():
-            if self._is_cleared:
-                return
             self.send(
                 DiskContents(
                     hashes=tuple(record.block_hash for record in part),
