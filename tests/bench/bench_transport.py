@@ -129,12 +129,14 @@ def scatter_reads(digests: DigestArray, count: int) -> list[KvRead]:
 
 
 def run_reads(digests: DigestArray, size_bytes: int, count: int) -> list[KvRead]:
-    """One contiguous run each, in pieces of 64 KiB."""
+    """One contiguous run each, in pieces of 64 KiB. Those that are under way at once go to places of their own."""
     rng = np.random.default_rng(2)
     num_blocks = size_bytes // RUNS.block_bytes
+    places = rng.permutation(RUNS.num_blocks // num_blocks) * num_blocks
     reads = []
-    for _ in range(count):
-        source, target = rng.integers(0, RUNS.num_blocks - num_blocks + 1, 2).tolist()
+    for number in range(count):
+        source = int(rng.integers(0, RUNS.num_blocks - num_blocks + 1))
+        target = int(places[number % len(places)])
         blocks = np.arange(num_blocks)
         span = [source * RUNS.block_bytes, target * RUNS.block_bytes, size_bytes]
         reads.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import socket
 import threading
@@ -142,7 +143,9 @@ async def served_by_nixl(
 
 
 def reader_pool(layout: KvLayout = SMALL) -> LocalPool:
-    return LocalPool.of(np.zeros(layout.pool_bytes, np.uint8), layout)
+    """Zeros that begin with a page, as a worker's pool does."""
+    memory = mmap.mmap(-1, layout.pool_bytes)
+    return LocalPool.of(np.frombuffer(memory, np.uint8), layout)
 
 
 #: What UCX may use, by the name of the transport in a test.
