@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -231,18 +231,18 @@ async def measure(
     count = -(-num_bytes // BARE_BYTES)
     async with make_transport("grpc", pool) as transport, AsyncExitStack() as stack:
 
-        async def receiver(*options: str) -> Arm:
-            return await stack.enter_async_context(
-                bare_receiver(source.bare_address, count, *options)
-            )
+        def receiver(*options: str) -> Arm:
+            one = BareReceiver(source.bare_address, *options)
+            stack.push_async_callback(one.close)
+            receivers.append(one)
+            return lambda: one.receive(count)
 
-        plain: dict[str, Arm] = {
-            f"bare {number}": await receiver() for number in range(PLAIN_RECEIVERS)
-        }
+        receivers: list[BareReceiver] = []
+        plain = {f"bare {number}": receiver() for number in range(PLAIN_RECEIVERS)}
         peer = await transport.connect(source.region, timeout_s=10)
         arms: dict[str, Arm] = {
             **plain,
-            "kept": await receiver("--keep-freed-memory"),
+            "kept": receiver("--keep-freed-memory"),
             "grpc": lambda: read_all(peer, reads, CONCURRENT),
             "many": lambda: read_all(peer, reads, MANY),
         }
@@ -253,34 +253,41 @@ async def measure(
         rows[-1]["plain receivers"] = [
             round(num_bytes / statistics.median(one) / 1e9, 2) for one in each
         ]
+        rows[-1]["dead receivers"] = sum(one.num_deaths for one in receivers)
     return rows
 
 
-@asynccontextmanager
-async def bare_receiver(address: str, count: int, *options: str) -> AsyncIterator[Arm]:
-    """A bare receiver's process; the arm has it receive `count` messages."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        __file__,
-        "--receive",
-        address,
-        *options,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
+class BareReceiver:
+    """A bare receiver's process, started again when it has died: gRPC's library ends it now and then."""
 
-    async def arm() -> float:
-        stdin.write(b"%d\n" % count)
-        return float(await stdout.readline())
+    def __init__(self, address: str, *options: str) -> None:
+        self._command = (sys.executable, __file__, "--receive", address, *options)
+        self._process: asyncio.subprocess.Process | None = None
+        self.num_deaths = 0
 
-    try:
-        yield arm
-    finally:
-        stdin.close()
-        await process.wait()
+    async def receive(self, count: int) -> float:
+        """Receive so many messages; the seconds that it took."""
+        while True:
+            if self._process is None:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+            stdin, stdout = self._process.stdin, self._process.stdout
+            assert stdin is not None
+            assert stdout is not None
+            if self._process.returncode is None and not stdin.is_closing():
+                stdin.write(b"%d\n" % count)
+                if line := await stdout.readline():
+                    return float(line)
+            await self.close()
+            self.num_deaths += 1
+
+    async def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            await self._process.wait()
+            self._process = None
 
 
 def shm_arms(peer: KvPeer, pool: LocalPool, reads: list[KvRead]) -> dict[str, Arm]:
