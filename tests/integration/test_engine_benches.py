@@ -92,5 +92,6 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
         times = figure["ms"]
         parts = [time for part, time in times.items() if part != "all"]
         assert min(parts) > 0
-        assert sum(parts) == pytest.approx(times["all"], rel=0.5)
+        # Medians of two rounds, which other work may stretch apart: only a wrong unit is told from it.
+        assert 0.2 < sum(parts) / times["all"] < 5.0
         assert set(figure["floor_ms"]) == {"products", "vocabulary", "attention"}
