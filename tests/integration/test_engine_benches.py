@@ -83,7 +83,8 @@ def test_a_pool_by_blocks_beside_one_by_layers() -> None:
 def test_where_the_time_of_a_step_goes(model: Path) -> None:
     text, found = run_bench(
         "bench_profile.py",
-        *("--model", str(model), "--rounds", "2"),
+        # Medians of so many that other work on the machine does not decide them.
+        *("--model", str(model), "--rounds", "9"),
         *("--prefills", "40", "--batches", "2", "--context", "48"),
     )
     assert "prefill 40" in text
@@ -92,6 +93,5 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
         times = figure["ms"]
         parts = [time for part, time in times.items() if part != "all"]
         assert min(parts) > 0
-        # Medians of two rounds, which other work may stretch apart: only a wrong unit is told from it.
-        assert 0.2 < sum(parts) / times["all"] < 5.0
+        assert sum(parts) == pytest.approx(times["all"], rel=0.5)
         assert set(figure["floor_ms"]) == {"products", "vocabulary", "attention"}
