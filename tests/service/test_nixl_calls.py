@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,3 +97,18 @@ async def test_nixl_reads_runs_of_neighbours_in_one_thread_of_ours() -> None:
     assert nixl.asked("remove_remote_agent") == [str(source.region.worker)]
     assert nixl.has_progress_thread == [False]
     assert {call.thread for call in nixl.calls} == {"moonpool-nixl"}
+
+
+_EXIT = """
+import ctypes, sys
+from moonpool.transport.nixl_agent import try_out
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.abort, None)  # What destructors do where the system has a second libnl.
+try_out()
+sys.exit(3)
+"""
+
+
+def test_a_process_that_has_used_nixl_ends_with_its_own_status() -> None:
+    ended = subprocess.run([sys.executable, "-c", _EXIT], check=False, timeout=60)
+    assert ended.returncode == 3

@@ -9,10 +9,15 @@ Rules
 2. No progress thread: nothing moves unless `is_done` or `progress` is called. It would burn a core.
 3. READs only, and a READ cannot be recalled: a transfer is not given up before it is done or failed, or
    before `close`. UCX promises that a failed READ writes no more; `close` takes away the memory itself.
+4. A process that has loaded NIXL ends without the destructors of its C libraries, with the status that it meant.
+   Where the system has libibverbs, UCX loads it beside the one that NIXL brings, and with it a second libnl,
+   which crashes as both are taken apart.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import importlib.metadata
 import logging
@@ -263,8 +268,17 @@ def load_nixl() -> Any:
         if "NIXL_LOG_LEVEL" not in os.environ:
             # It writes each agent's birth to standard output.
             logging.getLogger("nixl").setLevel(logging.WARNING)
+        _skip_destructors_at_exit()
         return module
     raise NixlUnusableError(f"NIXL cannot be loaded: {'; '.join(problems)}")
+
+
+@functools.cache
+def _skip_destructors_at_exit() -> None:
+    """Once in a process: end it in the midst of C's exit(), after Python's own end (see rule 4)."""
+    libc = ctypes.CDLL(None)
+    # Last in, first out: what was registered before, and all destructors, would come after this.
+    libc.on_exit(libc._exit, None)
 
 
 def _error_types(package: Any) -> tuple[type[Exception], ...]:
