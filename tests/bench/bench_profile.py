@@ -43,6 +43,7 @@ from peer_arms import (
 
 from moonpool.core.core import Core
 from moonpool.engine import model, runner
+from moonpool.engine.attention import TorchPagedAttention
 from moonpool.engine.kv_pool import KvPool
 from moonpool.engine.linear import Linear
 from moonpool.engine.native_attention import NativePagedAttention
@@ -58,6 +59,8 @@ TIMED: tuple[tuple[Any, str, str], ...] = (
     (Linear, "surveyed", "vocabulary"),
     (NativePagedAttention, "plan", "attention"),
     (NativePagedAttention, "run", "attention"),
+    (TorchPagedAttention, "plan", "attention"),
+    (TorchPagedAttention, "run", "attention"),
     (RowMath, "rms_norm", "element-wise"),
     (RowMath, "silu_mul", "element-wise"),
     (model, "rotate_", "element-wise"),

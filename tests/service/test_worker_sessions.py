@@ -103,17 +103,19 @@ async def test_abort_ends_a_request_and_its_lower_attempts(tmp_path: Path) -> No
 
 
 async def test_a_frame_tells_of_room_without_being_asked(tmp_path: Path) -> None:
+    gate = LayerGate([1])
     async with fake_workers(tmp_path) as workers:
-        worker, router = await workers.start("d0")
+        worker, router = await workers.start("d0", gate=gate)
         request = make_request(prompt=100, max_tokens=900)
         async with worker.router("other") as other:
             other.decode(request)
-            await other.until(request, TokensReady)
             await eventually(
                 lambda: any(load.ledger.num_referenced for load in router.loads),
                 timeout_s=5.0,
                 what="the load of others is told",
             )
+            gate.open()
+            await other.until(request, TokensReady)
         await eventually(
             lambda: router.loads[-1].ledger.num_referenced == 0,
             timeout_s=5.0,
