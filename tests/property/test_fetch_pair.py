@@ -21,13 +21,15 @@ BLOCK_SIZE = 4
 CHAT = tuple(range(10, 40))
 
 #: Beside what lies ready: requests, faults, and time.
-ACTS = ("submit", "submit", "cut", "bad", "fail", "abort", "twice", "time")
+ACTS = ("submit", "submit", "cut", "bad", "fail", "abort", "twice", "time", "delay 0", "delay 2")
 
 #: A request, its worker, and how many tokens the other one is believed to hold.
 Plan = tuple[InferenceRequest, int, int]
 
 
-def make_world(num_blocks: int, mode: FetchMode = FetchMode.ALWAYS) -> FetchWorld:
+def make_world(
+    num_blocks: int, mode: FetchMode = FetchMode.ALWAYS, always_s: float = 30.0
+) -> FetchWorld:
     core = CoreConfig(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
@@ -39,7 +41,14 @@ def make_world(num_blocks: int, mode: FetchMode = FetchMode.ALWAYS) -> FetchWorl
         is_checked=True,
     )
     # Two blocks a piece, two pieces at once.
-    fetch = FetchConfig(mode=mode, block_bytes=1, span_bytes=2, max_reads=2, max_locks_per_reader=2)
+    fetch = FetchConfig(
+        mode=mode,
+        block_bytes=1,
+        span_bytes=2,
+        max_reads=2,
+        max_locks_per_reader=2,
+        always_s=always_s,
+    )
     return FetchWorld(num_workers=2, core=core, fetch=fetch)
 
 
@@ -95,6 +104,8 @@ def act(world: FetchWorld, choice: int | str, requests: list[Plan]) -> None:
             world.cut(world.streams[0])
         case "bad" | "fail" if world.reads:
             world.end_read(world.reads[0], fault=str(choice))
+        case "delay 0" | "delay 2":
+            world.delay(int(str(choice)[-1]))
         case "abort" if live:
             world.abort(live[-1])
         case "twice" if live:
@@ -120,6 +131,26 @@ def test_the_second_worker_reads_what_the_first_has_computed() -> None:
     assert world.records[0].num_blocks == 7
     computed = world.nodes[0].worker.runner.plans[0].rows[0]
     assert computed.start == 28
+
+
+@pytest.mark.parametrize(("is_late", "outcome"), [(False, "whole"), (True, "memory_only")])
+def test_a_holder_that_goes_to_its_disk_first(is_late: bool, outcome: str) -> None:
+    world = make_world(40, always_s=1.0)
+    world.submit(make_request("a", prompt=CHAT, max_tokens=2), 1, 0)
+    world.settle()
+    world.submit(make_request("b", prompt=CHAT, max_tokens=2), 0, 28)
+    while not world.delay(num_ready=3):
+        world.moves()[0]()
+    (stream,) = world.streams
+    while stream.to_reader:
+        world.moves()[-1]()
+    if is_late:
+        world.pass_time()
+    world.settle()
+    (record,) = world.records
+    assert record.outcome.value == outcome
+    num_read = 12 if is_late else 28
+    assert world.nodes[0].worker.runner.plans[0].rows[0].start == num_read
 
 
 def test_a_damaged_block_is_computed() -> None:

@@ -15,12 +15,14 @@ from moonpool.core.protocol import BlockLedger, TokensReady
 from moonpool.handoff.messages import (
     Commit,
     DecodeRequest,
+    HolderMessage,
     PeerPrefix,
     PrefillRequest,
     PrefixFailed,
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
+    PrefixStaging,
 )
 from moonpool.ids import (
     AttemptId,
@@ -96,6 +98,13 @@ def opened(draw: st.DrawFn) -> PrefixOpened:
     )
 
 
+@st.composite
+def stagings(draw: st.DrawFn) -> PrefixStaging:
+    num_blocks = draw(st.integers(1, 2**20))
+    num_ready = draw(st.integers(0, num_blocks - 1))
+    return PrefixStaging(attempt_id=A, num_ready_blocks=num_ready, num_blocks=num_blocks)
+
+
 @given(peers)
 def test_a_peer_travels_with_a_request(peer: PeerPrefix) -> None:
     for message in (
@@ -118,6 +127,7 @@ def test_a_lease_is_given_back() -> None:
 
 @given(
     opened()
+    | stagings()
     | st.builds(
         PrefixFailed,
         attempt_id=st.just(A),
@@ -126,7 +136,7 @@ def test_a_lease_is_given_back() -> None:
     )
     | st.just(LeaseEnded())
 )
-def test_what_a_holder_says(message: PrefixOpened | PrefixFailed | LeaseEnded) -> None:
+def test_what_a_holder_says(message: HolderMessage | LeaseEnded) -> None:
     told = over_the_wire(holder_message_to_pb(LeaseNumber(7), message))
     assert told.lease == 7
     assert holder_message_from_pb(told, A) == message
@@ -189,6 +199,11 @@ def test_a_bad_open_is_named(message: pb.FromReader, param: str) -> None:
     [
         (pb.FromHolder(), "kind"),
         (pb.FromHolder(failed=pb.PrefixFailed(reason="mood")), "failed.reason"),
+        (pb.FromHolder(staging=pb.PrefixStaging()), "staging.num_blocks"),
+        (
+            pb.FromHolder(staging=pb.PrefixStaging(num_ready_blocks=3, num_blocks=3)),
+            "staging.num_ready_blocks",
+        ),
         (pb.FromHolder(opened=pb.PrefixOpened(block_ids=[1, 1])), "opened.block_ids"),
         (pb.FromHolder(opened=pb.PrefixOpened(block_ids=[1], leaves=b"123")), "opened.leaves"),
         (pb.FromHolder(opened=pb.PrefixOpened(leaves=bytes(8))), "opened.leaves"),

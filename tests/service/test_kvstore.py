@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import itertools
@@ -19,8 +20,8 @@ from moonpool.clock import ManualClock
 from moonpool.config.secret import load_or_create_secret
 from moonpool.core.protocol import Refused, RefuseReason, TokensReady
 from moonpool.errors import ConfigError, FailedPreconditionError, InvalidRequestError
-from moonpool.handoff.messages import SourceRef
-from moonpool.ids import BlockHash, Incarnation, WorkerKey
+from moonpool.handoff.messages import PrefixOpen, PrefixOpened, PrefixStaging, SourceRef
+from moonpool.ids import AttemptId, BlockHash, Incarnation, RequestId, WorkerKey
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import hash_blocks
 from moonpool.kv.namespace_seeds import NamespaceSeeds
@@ -34,8 +35,10 @@ from moonpool.store.segment_log import SegmentLog
 from moonpool.telemetry import names
 from moonpool.tiering.protocol import PinKind, PutRefusal
 from moonpool.wire.store import PinChain, PutAnswer, StoreReport, UnpinChain
+from moonpool.worker.compatibility import handoff_fingerprint
 from moonpool_kvstore.service import OpenLog
 from support.eventually import eventually
+from support.leases import read_lease
 from support.nats_server import nats_server
 from support.requests import make_request
 from support.router_client import RouterClient
@@ -452,6 +455,41 @@ async def test_a_slow_disk_costs_a_reader_a_second_at_most(tmp_path: Path) -> No
         assert first.num_peer_tokens == 0
         # What was loaded for nobody is there for the next.
         await report_when(slow, "it is loaded", num_host_blocks=NUM_BLOCKS, num_short_gets=1)
+
+
+async def test_a_reader_is_told_at_once_that_it_has_to_wait_for_a_disk(tmp_path: Path) -> None:
+    ssd = tmp_path / "ssd"
+    ssd.mkdir()
+    async with world(tmp_path) as cluster:
+        store = await cluster.store(ssd_dir=ssd)
+        await put(cluster, store)
+        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
+        await cluster.stop(store)
+        store = await cluster.store(ssd_dir=ssd, failpoints="store.load=delay:300@1")
+        worker, _ = await cluster.worker("r0")
+        node, secret = worker.service, load_or_create_secret(tmp_path)
+        peer = await node.shell.peers.get(SourceRef(key=store.key, address=store.address))
+        wanted = PrefixOpen(
+            attempt_id=AttemptId(RequestId("r"), 1),
+            reader=worker.service.shell.hello.worker,
+            holder=store.key,
+            namespace=handoff_fingerprint(store.service.shell.hello.namespace, secret.value),
+            secret_fingerprint=secret.fingerprint,
+            hashes=cluster.chain(store),
+            first=2,
+        )
+        said = []
+        async with asyncio.timeout(5.0):
+            async for message in read_lease(peer.prefixes, wanted, node.shell.tasks):
+                said.append(message)
+                if isinstance(message, PrefixOpened):
+                    break
+        staging, opened = said
+        assert staging == PrefixStaging(
+            attempt_id=wanted.attempt_id, num_ready_blocks=0, num_blocks=NUM_BLOCKS - 2
+        )
+        assert isinstance(opened, PrefixOpened)
+        assert len(opened.block_ids) == NUM_BLOCKS - 2
 
 
 async def test_a_store_takes_no_request(tmp_path: Path) -> None:

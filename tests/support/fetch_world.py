@@ -39,6 +39,7 @@ from moonpool.handoff.events import (
     CoreFrameReceived,
     HandoffEvent,
     HolderMessageReceived,
+    PrefixDelayed,
     PrefixLeaseClosed,
     PrefixOpenReceived,
     ReadDone,
@@ -216,6 +217,23 @@ class FetchWorld:
             stream.is_open_at_holder = False
             self._handle(stream.holder, PrefixLeaseClosed(lease_id=stream.lease_id))
         stream.is_open_told = True
+
+    def delay(self, num_ready: int) -> bool:
+        """A holder that has not answered yet says that it goes to a disk first, for all but so many blocks.
+
+        False: there is none.
+        """
+        for stream in self.streams:
+            if stream.is_open_told and stream.is_open_at_holder and not stream.to_reader:
+                num_blocks = len(stream.open.hashes)
+                delayed = PrefixDelayed(
+                    lease_id=stream.lease_id,
+                    num_ready_blocks=min(num_ready, num_blocks - 1),
+                    num_blocks=num_blocks,
+                )
+                self._handle(stream.holder, delayed)
+                return True
+        return False
 
     def end_read(self, read: Read, *, fault: str = "") -> None:
         """A read ends: well, with its first block damaged (`bad`), or without having read (`fail`)."""

@@ -37,6 +37,7 @@ from moonpool.handoff.messages import (
     PeerPrefix,
     PrefixOpen,
     PrefixOpened,
+    PrefixStaging,
     SourceRef,
 )
 from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId
@@ -247,6 +248,8 @@ class PoolNode:
         view = View(lease, self._arena.bytes.reshape(-1, self.memory.layout.block_bytes))
         async with asyncio.timeout(DEADLINE_S):
             message = await anext(lease)
+            if isinstance(message, PrefixStaging):
+                message = await anext(lease)
         assert isinstance(message, PrefixOpened), message
         assert len(message.block_ids) == len(hashes), message
         view.block_ids = message.block_ids

@@ -22,7 +22,7 @@ from moonpool.handoff.events import (
 )
 from moonpool.handoff.fetch_choice import FetchChooser
 from moonpool.handoff.fetch_reader import FetchReads
-from moonpool.handoff.messages import PeerPrefix, PrefixOpened
+from moonpool.handoff.messages import PeerPrefix, PrefixOpened, PrefixStaging
 from moonpool.ids import (
     AttemptId,
     BlockHash,
@@ -50,6 +50,8 @@ class Speed:
 
     latency_s: float = 0.003
     bytes_per_s: float = 2e9
+    #: Of its disk, if that is where a prefix lies; all of it is brought before the peer answers.
+    disk_bytes_per_s: float | None = None
 
 
 HEALTHY = Speed()
@@ -98,6 +100,7 @@ class Hits:
         opened = PrefixOpened(
             attempt_id=attempt_id, block_ids=blocks, digests=bytes(8 * num_blocks)
         )
+        staging = PrefixStaging(attempt_id=attempt_id, num_ready_blocks=0, num_blocks=num_blocks)
         #: What the peer will do, and when.
         due: list[tuple[float, FetchEvent]] = []
         free_at = 0.0
@@ -107,9 +110,11 @@ class Hits:
             for effect in effects:
                 match effect:
                     case OpenStream():
-                        due.append(
-                            (self.now + speed.latency_s, HolderMessageReceived(message=opened))
-                        )
+                        at = self.now + speed.latency_s
+                        if speed.disk_bytes_per_s is not None:
+                            due.append((at, HolderMessageReceived(message=staging)))
+                            at += num_blocks * BLOCK_BYTES / speed.disk_bytes_per_s
+                        due.append((at, HolderMessageReceived(message=opened)))
                     case StartRead(read_id=read_id, source_block_ids=source_block_ids):
                         num_bytes = len(source_block_ids) * BLOCK_BYTES
                         free_at = max(free_at, self.now) + num_bytes / speed.bytes_per_s
@@ -189,6 +194,35 @@ def test_a_peer_that_is_slow_costs_its_hits_nothing(
     median, p95 = median_and_p95(run(hits, lambda _: speed, pause_s=pause_s))
     assert median <= 1.05
     assert p95 <= 1.05
+
+
+def test_a_disk_that_is_well_is_waited_for() -> None:
+    hits = Hits()
+    median, p95 = median_and_p95(run(hits, lambda _: Speed(disk_bytes_per_s=1e9)))
+    assert hits.num_asked == 100
+    assert median < 0.15
+    assert p95 < 0.5
+
+
+#: Twice as long as computing, on the longest and on the shortest prefix of a run; and hopeless ones.
+SLOW_DISKS = (1.0e7, 8e6, 2e6, 1e5)
+
+
+@pytest.mark.parametrize("bytes_per_s", SLOW_DISKS)
+@pytest.mark.parametrize("pause_s", [0.05, 1.0, 20.0])
+def test_a_slow_disk_costs_hits_nothing_though_what_it_brought_is_read_from_memory(
+    bytes_per_s: float, pause_s: float
+) -> None:
+    hits = Hits()
+
+    def speed(number: int) -> Speed:
+        # Every other hit finds in memory what the disk has brought since.
+        return Speed(disk_bytes_per_s=bytes_per_s) if number % 2 == 0 else HEALTHY
+
+    ratios = run(hits, speed, num_hits=200, pause_s=pause_s)
+    on_disk, in_memory = ratios[::2], ratios[1::2]
+    assert max(median_and_p95(on_disk)) <= 1.05
+    assert median_and_p95(in_memory)[0] < 0.1
 
 
 def test_a_peer_that_recovers_is_read_from_again() -> None:

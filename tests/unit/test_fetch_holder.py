@@ -13,6 +13,7 @@ from moonpool.handoff.effects import EndPrefixLease, SendCommand, SendOnPrefixLe
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HoldEvent,
+    PrefixDelayed,
     PrefixLeaseClosed,
     PrefixOpenReceived,
 )
@@ -23,6 +24,7 @@ from moonpool.handoff.messages import (
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
+    PrefixStaging,
 )
 from moonpool.ids import (
     AttemptId,
@@ -118,6 +120,35 @@ def test_the_life_of_a_lock(h: Holder) -> None:
     assert not h.machine.is_quiet
     assert h.closed() == [unlock()]
     assert h.machine.is_quiet
+
+
+def delayed(num_ready: int, num_blocks: int) -> PrefixDelayed:
+    return PrefixDelayed(lease_id=LeaseId(1), num_ready_blocks=num_ready, num_blocks=num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "num_blocks", "told_ready", "told_blocks"),
+    [(3, 4, 2, 3), (1, 4, 0, 3), (0, 2, 0, 1)],
+)
+def test_a_reader_is_told_of_the_disk_that_its_blocks_come_from(
+    h: Holder, num_ready: int, num_blocks: int, told_ready: int, told_blocks: int
+) -> None:
+    h.open()
+    # Counted from the first block that it wants.
+    staging = PrefixStaging(attempt_id=A, num_ready_blocks=told_ready, num_blocks=told_blocks)
+    assert h(delayed(num_ready, num_blocks)) == [
+        SendOnPrefixLease(lease_id=LeaseId(1), message=staging)
+    ]
+    assert h.locked(7, 5) == [told(5)]
+
+
+def test_who_wants_nothing_of_what_is_loaded_is_told_nothing_of_a_disk(h: Holder) -> None:
+    h.open()
+    assert h(delayed(0, 1)) == []
+    h.locked(7, 5)
+    assert h(delayed(0, 4)) == []
+    h.closed()
+    assert h(delayed(0, 4)) == []
 
 
 @pytest.mark.parametrize("blocks", [(), (7,)])

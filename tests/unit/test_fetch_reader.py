@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,7 @@ from moonpool.handoff.messages import (
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
+    PrefixStaging,
 )
 from moonpool.ids import (
     AttemptId,
@@ -413,6 +415,156 @@ def test_what_nobody_can_predict_goes_on_while_pieces_come() -> None:
     r.done(1)
     assert r.machine.next_wakeup() == 1.3
     assert r.at(1.3) == [STOP]
+
+
+# -- a holder that has some of it on disk only --
+
+
+def staging(num_ready: int, num_blocks: int = 5) -> PrefixStaging:
+    return PrefixStaging(attempt_id=A, num_ready_blocks=num_ready, num_blocks=num_blocks)
+
+
+def open_for(num_blocks: int) -> OpenStream:
+    """The lease on what is ready."""
+    assert isinstance(OPEN.open, PrefixOpen)
+    return replace(OPEN, open=replace(OPEN.open, hashes=HASHES[: 1 + num_blocks]))
+
+
+def let_the_disk_down(r: Reader) -> None:
+    """Nothing comes from it in 5 s, a quarter of what computing takes."""
+    r.reserve()
+    r.holder(staging(0))
+    r.at(r.now + 5.0)
+    assert r.machine.is_quiet
+
+
+def test_a_disk_of_which_nothing_is_known_is_waited_for(r: Reader) -> None:
+    r.reserve()
+    r.now = 0.5
+    assert r.holder(staging(2)) == []
+    assert r.machine.next_wakeup() == 5.5
+    r.now = 1.0
+    assert r.holder(opened(5)) == [start_read(0, 1, 2), start_read(1, 3, 4)]
+    r.done(0)
+    r.done(1)
+    assert r.done(2) == [CLOSE, ended(24), record(FetchOutcome.WHOLE, 5, 1.0)]
+
+
+def test_a_disk_that_let_us_down_is_not_waited_for_and_memory_is_read_as_ever(r: Reader) -> None:
+    let_the_disk_down(r)
+    r.now = 6.0
+    assert r.reserve() == [OPEN]
+    # Computing is said to be faster once the holder has told where it lies.
+    end = r.holder(staging(0))
+    assert end[:2] == [CLOSE, ended(4)]
+    assert isinstance(end[2], RecordFetch)
+    assert end[2].outcome is FetchOutcome.RECOMPUTE
+    # What is in memory is read.
+    assert r.open() == [start_read(0, 1, 2), start_read(1, 3, 4)]
+    for number in range(3):
+        r.done(number)
+    # That says nothing good of the disk.
+    assert r.reserve() == [OPEN]
+    assert r.holder(staging(0))[:2] == [CLOSE, ended(4)]
+
+
+def test_what_is_ready_is_read_where_the_disk_is_not_waited_for(r: Reader) -> None:
+    let_the_disk_down(r)
+    r.now = 6.0
+    r.reserve()
+    assert r.holder(staging(2, 4)) == [CLOSE, open_for(2)]
+    assert r.holder(opened(2)) == [start_read(0, 1, 2)]
+    r.now = 6.5
+    end = r.done(0)
+    assert end[:2] == [CLOSE, ended(12)]
+    # It held two more, on its disk.
+    assert isinstance(end[2], RecordFetch)
+    assert (end[2].outcome, end[2].num_blocks) == (FetchOutcome.MEMORY_ONLY, 2)
+    assert (end[2].num_held_tokens, end[2].elapsed_s) == (20, 0.5)
+
+
+def test_a_disk_that_takes_too_long_leaves_what_was_ready(r: Reader) -> None:
+    r.reserve()
+    r.holder(staging(3))
+    assert r.at(4.9) == []
+    assert r.at(5.0) == [CLOSE, open_for(3)]
+    # Computing what is ready takes 12 s, of which the first piece may take as long as before.
+    assert r.machine.next_wakeup() == 10.0
+    assert r.holder(opened(3)) == [start_read(0, 1, 2), start_read(1, 3)]
+    r.done(0)
+    r.now = 6.0
+    end = r.done(1)
+    assert end == [CLOSE, ended(16), record(FetchOutcome.MEMORY_ONLY, 3, 6.0)]
+
+
+def test_a_disk_that_takes_too_long_where_nothing_is_ready(r: Reader) -> None:
+    r.reserve()
+    r.holder(staging(0))
+    assert r.at(5.0) == [CLOSE, ended(4), record(FetchOutcome.SLOW, 0, 5.0)]
+    assert r.machine.worth_asking(PEER, r.now) == PEER
+
+
+def test_a_disk_that_brings_nothing_in_the_holders_time_is_slow(r: Reader) -> None:
+    r.reserve()
+    r.holder(staging(0, 3))
+    r.now = 1.0
+    end = r.holder(opened(0))
+    assert end[:2] == [CLOSE, ended(4)]
+    # It held what it did not bring.
+    assert isinstance(end[2], RecordFetch)
+    assert (end[2].outcome, end[2].num_held_tokens) == (FetchOutcome.ABSENT, 16)
+    r.reserve()
+    assert r.holder(staging(0))[:2] == [CLOSE, ended(4)]
+
+
+def test_what_was_ready_and_has_gone_to_the_disk_meanwhile(r: Reader) -> None:
+    let_the_disk_down(r)
+    r.reserve()
+    r.holder(staging(2))
+    end = r.holder(staging(1, 2))
+    assert end[:2] == [CLOSE, ended(4)]
+    assert isinstance(end[2], RecordFetch)
+    assert end[2].outcome is FetchOutcome.ABSENT
+
+
+def test_a_disk_with_more_than_was_asked_for_is_not_trusted(r: Reader) -> None:
+    r.reserve()
+    assert r.holder(staging(1, 6)) == [CLOSE, ended(4), record(FetchOutcome.LOST, held=4)]
+
+
+def test_a_lock_on_more_than_was_ready_is_not_trusted(r: Reader) -> None:
+    let_the_disk_down(r)
+    r.reserve()
+    r.holder(staging(2))
+    assert r.holder(opened(3))[:2] == [CLOSE, ended(4)]
+    assert r.machine.is_quiet
+
+
+def test_a_disk_after_the_lock_is_not_trusted(r: Reader) -> None:
+    r.open()
+    assert r.holder(staging(1)) == [STOP]
+    r.done(0)
+    assert r.done(1, is_ok=False)[1] == ended(12)
+
+
+def test_who_always_reads_waits_for_any_disk(r: Reader) -> None:
+    r = Reader(FetchMode.ALWAYS)
+    r.reserve()
+    assert r.holder(staging(2)) == []
+    assert r.machine.next_wakeup() == 30.0
+    assert r.at(30.0) == [CLOSE, open_for(2)]
+    assert r.machine.next_wakeup() == 60.0
+
+
+def test_abort_while_the_disk_is_waited_for(r: Reader) -> None:
+    r.reserve()
+    r.holder(staging(2))
+    assert r(AttemptAborted(attempt_id=A)) == [
+        CLOSE,
+        record(FetchOutcome.CANCELLED, held=None),
+        READ_ENDED,
+    ]
+    assert r.machine.is_quiet
 
 
 # -- ends that come from elsewhere --

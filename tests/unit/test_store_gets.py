@@ -13,6 +13,7 @@ from moonpool.tiering.protocol import (
     DiskDropped,
     DropBlocks,
     LoadBlocks,
+    PrefixLoading,
     PutAnswered,
     StoreFrame,
 )
@@ -31,6 +32,10 @@ from support.store import (
 
 def _locked(read_id: int, *block_ids: int) -> PrefixLocked:
     return PrefixLocked(read_id=read_id, block_ids=ids(*block_ids))
+
+
+def _loading(read_id: int, num_ready: int, num_blocks: int) -> PrefixLoading:
+    return PrefixLoading(read_id=read_id, num_ready_blocks=num_ready, num_blocks=num_blocks)
 
 
 def _load(load_id: int, tokens: str, first: int, *block_ids: int) -> LoadBlocks:
@@ -70,8 +75,9 @@ def test_what_the_scan_found_is_published_and_loaded_when_it_is_wanted() -> None
     store = Store(has_disk=True)
     frame = store.say(found(chain("abc")))
     assert [event.hashes for event in frame.cache_events] == [chain("abc")]
+    # Nothing of it is ready, and the reader is told so before the disk is asked.
     assert store.lock("abc", 1) == make_frame(
-        work=(_load(1, "abc", 0, 0, 1, 2),), referenced=3, locks=1
+        _loading(1, 0, 3), work=(_load(1, "abc", 0, 0, 1, 2),), referenced=3, locks=1
     )
     assert store.say(BlocksLoaded(load_id=1, num_blocks=3)) == make_frame(
         _locked(1, 0, 1, 2), referenced=3, locks=1
@@ -85,7 +91,9 @@ def test_what_the_scan_found_is_published_and_loaded_when_it_is_wanted() -> None
 def test_only_what_lies_on_disk_alone_is_loaded() -> None:
     store = _restarted("abcd")
     assert store.get("ab") == 2
-    assert store.lock("abcd", 1).disk_work == (_load(2, "abcd", 2, 2, 3),)
+    frame = store.lock("abcd", 1)
+    assert frame.replies == (_loading(1, 2, 4),)
+    assert frame.disk_work == (_load(2, "abcd", 2, 2, 3),)
     assert store.say(BlocksLoaded(load_id=2, num_blocks=2)).replies == (_locked(1, 0, 1, 2, 3),)
 
 
@@ -101,7 +109,7 @@ def test_a_long_run_is_loaded_in_pieces_and_told_when_all_are_here() -> None:
 def test_two_gets_wait_for_one_load() -> None:
     store = _restarted("abc")
     (load,) = _loads(store.lock("abc", 1))
-    assert store.lock("abx", 2) == make_frame(referenced=3, locks=2)
+    assert store.lock("abx", 2) == make_frame(_loading(2, 0, 2), referenced=3, locks=2)
     assert store.say(loaded(load)).replies == (_locked(1, 0, 1, 2), _locked(2, 0, 1))
 
 

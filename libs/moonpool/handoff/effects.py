@@ -96,12 +96,14 @@ class StopReads:
 class FetchOutcome(enum.StrEnum):
     """How a fetch ended. Label of a metric."""
 
-    #: Nothing was asked of the peer, since computing is believed to be faster.
+    #: Nothing is read from the peer, since computing is believed to be faster.
     RECOMPUTE = "recompute"
     #: All that was wanted has come.
     WHOLE = "whole"
     #: All that the peer still held has come, less than was hoped for.
     SHORT = "short"
+    #: What the peer had in memory has come; its disk was not waited for.
+    MEMORY_ONLY = "memory_only"
     #: The peer held nothing that was wanted.
     ABSENT = "absent"
     #: It took too long: what had come by then stays.

@@ -153,6 +153,16 @@ class PrefixLeaseClosed:
     lease_id: LeaseId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixDelayed:
+    """Hold. Part of what a lease asks for is read from this node's disk first; PrefixLocked follows."""
+
+    lease_id: LeaseId
+    #: Leading blocks of the chain that could be locked now, and how many will be if all comes.
+    num_ready_blocks: int
+    num_blocks: int
+
+
 PrefillEvent = (
     RouterMessageReceived
     | RouterLost
@@ -174,7 +184,7 @@ DecodeEvent = (
 FetchEvent = (
     PeerNamed | AttemptAborted | CoreFrameReceived | HolderMessageReceived | StreamBroken | ReadDone
 )
-HoldEvent = CoreFrameReceived | PrefixOpenReceived | PrefixLeaseClosed
+HoldEvent = CoreFrameReceived | PrefixOpenReceived | PrefixDelayed | PrefixLeaseClosed
 #: What a shell may say. PeerNamed, AttemptAborted and PeerLacked are said among the machines of a worker; a
-#: store, whose attempts are no router's, says the first two itself.
+#: store, whose attempts are no router's, says the first two itself, and is the only one to say PrefixDelayed.
 HandoffEvent = PrefillEvent | DecodeEvent | FetchEvent | HoldEvent

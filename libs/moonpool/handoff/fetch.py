@@ -10,7 +10,7 @@ from moonpool.core.protocol import FetchReserved
 from moonpool.handoff.arrival import Arrival
 from moonpool.handoff.effects import FetchOutcome
 from moonpool.handoff.fetch_choice import FetchPlan, FetchTicket
-from moonpool.handoff.messages import PeerPrefix, PrefixOpened, PrefixRefusal
+from moonpool.handoff.messages import PeerPrefix, PrefixOpened, PrefixRefusal, PrefixStaging
 from moonpool.ids import AttemptId
 
 
@@ -37,7 +37,12 @@ class Fetch:
     arrival: Arrival | None = None
     plan: FetchPlan | None = None
     ticket: FetchTicket | None = None
+    begun_at: float = 0.0
     is_stream_open: bool = False
+    #: Blocks from the first that is wanted that the lease asks for.
+    num_open_blocks: int = 0
+    #: What the holder said when part of it lay on its disk.
+    staging: PrefixStaging | None = None
     #: READING: the holder's blocks from the first that is wanted, all their leaves, and how many of
     #: them have been asked for.
     opened: PrefixOpened | None = None
@@ -66,6 +71,9 @@ class Fetch:
             self.peer,
             self.state,
             self.is_stream_open,
+            self.num_open_blocks,
+            self.staging,
+            self.ticket.tier if self.ticket is not None else None,
             self.arrival.key() if self.arrival is not None else None,
             self.opened,
             self.num_asked_blocks,

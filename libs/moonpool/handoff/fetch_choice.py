@@ -3,12 +3,14 @@
 Rules
 - Measured against measured: what earlier fetches from this peer took (TransferFit), behind those that
   are under way, against this worker's own prefill cost. What is not known is waited for piece by piece.
+- A peer's memory and its disk are known apart. That something of a prefix lies on disk only, the peer says
+  when it is asked; then it is decided once more. A hit in memory says nothing good of a disk.
 - Patience is in proportion: a peer that has never let us down may take a good part of what computing
   would take to bring its first piece; one that has, and is tried again, a few hundredths of it. So with
   a peer that has become slow, one hit in a while loses a little, and all others nothing.
 - A peer is tried again only where it could succeed in that time, or after so many hits were computed
   that one more does not show.
-- A peer of which nothing good is known is tried by one fetch at a time.
+- A peer, or a disk, of which nothing good is known is tried by one fetch at a time.
 - A peer that was lost, would not, or sent what does not verify is left alone, each time twice as long.
   One that had no room or time for it is left alone too, but never for longer: that passes.
 - When pieces come, their pace decides: the fetch goes on as long as the rest of it will be here sooner
@@ -20,6 +22,7 @@ Knowledge is per incarnation, bounded, and forgotten in the order of last use.
 from __future__ import annotations
 
 import copy
+import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +37,15 @@ from moonpool.latency.transfer_fit import PRIOR, TransferFit
 _MAX_PEERS = 1_024
 #: What computing costs while nothing is known of it: then only time limits a fetch.
 _UNKNOWN = PrefillCost(base_s=0.0, per_token_s=0.0, per_work_s=0.0, max_step_tokens=1)
+
+
+class Tier(enum.Enum):
+    """Where a peer has a prefix."""
+
+    #: In the memory that it is read from.
+    MEMORY = enum.auto()
+    #: Part of it, or all, on disk only: the peer brings that into its memory first.
+    DISK = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +67,7 @@ class FetchTicket:
     """A fetch that has begun, for its end."""
 
     key: WorkerKey
+    tier: Tier
     num_bytes: int
     begun_at: float
     #: What is measured begins here.
@@ -64,24 +77,46 @@ class FetchTicket:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Peer:
-    """What is known of one incarnation."""
+class _TierView:
+    """What is known of one tier of an incarnation."""
 
     fit: TransferFit = field(default_factory=TransferFit)
     num_fetching: int = 0
-    #: Bytes that fetches under way have asked for and not received.
-    num_bytes_due: int = 0
-    #: Bytes received in all.
-    num_bytes_come: int = 0
     #: The last fetch was faster than computing.
     is_proven: bool = False
     #: A fetch has let us down since one was faster than computing.
     is_doubted: bool = False
     #: Hits that were computed since the last fetch.
     num_passed_over: int = 0
+
+    def let_down(self, *, num_bytes: int, elapsed_s: float, now: float) -> None:
+        """A fetch was given up."""
+        self.is_proven, self.is_doubted = False, True
+        self.fit.observe(
+            num_bytes=num_bytes, elapsed_s=elapsed_s, is_late=True, now=now, is_complete=False
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Peer:
+    """What is known of one incarnation."""
+
+    memory: _TierView = field(default_factory=_TierView)
+    disk: _TierView = field(default_factory=_TierView)
+    #: Bytes that fetches under way have asked for and not received.
+    num_bytes_due: int = 0
+    #: Bytes received in all.
+    num_bytes_come: int = 0
     #: Times that it was lost, or would not, since a fetch came to its end.
     num_failures: int = 0
     leave_until: float = float("-inf")
+
+    @property
+    def num_fetching(self) -> int:
+        return self.memory.num_fetching + self.disk.num_fetching
+
+    def tier(self, tier: Tier) -> _TierView:
+        return self.memory if tier is Tier.MEMORY else self.disk
 
 
 class FetchChooser:
@@ -103,12 +138,50 @@ class FetchChooser:
     ) -> FetchPlan | None:
         """How to read tokens [num_cached_tokens, num_tokens) from the peer; None: compute them.
 
-        Changes nothing: `passed_over` and `begin` do.
+        It is taken to have them in memory. Changes nothing: `passed_over` and `begin` do.
         """
         config = self._config
         if config.mode is FetchMode.NEVER or num_tokens <= num_cached_tokens:
             return None
         known = self._peers.get(peer.key) or _Peer()
+        if config.mode is not FetchMode.ALWAYS and (
+            now < known.leave_until or known.num_fetching >= config.max_fetches_per_peer
+        ):
+            return None
+        return self._plan(
+            known.memory,
+            num_bytes_due=known.num_bytes_due,
+            num_cached_tokens=num_cached_tokens,
+            num_tokens=num_tokens,
+            now=now,
+        )
+
+    def choose_disk(
+        self, ticket: FetchTicket, *, num_cached_tokens: int, num_tokens: int, now: float
+    ) -> FetchPlan | None:
+        """The same for a fetch that has begun, when the peer says that it has to go to its disk first.
+
+        None: do not wait for that. Changes nothing: `waits_for_disk` and `leaves_disk` do.
+        """
+        known = self._peers[ticket.key]
+        return self._plan(
+            known.disk,
+            num_bytes_due=known.num_bytes_due - ticket.num_bytes,
+            num_cached_tokens=num_cached_tokens,
+            num_tokens=num_tokens,
+            now=now,
+        )
+
+    def _plan(
+        self,
+        known: _TierView,
+        *,
+        num_bytes_due: int,
+        num_cached_tokens: int,
+        num_tokens: int,
+        now: float,
+    ) -> FetchPlan | None:
+        config = self._config
         cost = known.fit.cost
         # One token more than is read: the last one of a prompt is always computed.
         choice = load_or_recompute(
@@ -119,11 +192,11 @@ class FetchChooser:
             num_peer_tokens=num_tokens,
             bytes_per_token=config.block_bytes // self._block_size,
         )
-        predicted_s = choice.load_s + known.num_bytes_due / cost.bytes_per_s
+        predicted_s = choice.load_s + num_bytes_due / cost.bytes_per_s
         recompute_s = choice.recompute_s
         if config.mode is FetchMode.ALWAYS:
             patience_s = limit_s = config.always_s
-        elif not self._may_be_asked(known, now):
+        elif known.num_fetching and not known.is_proven:
             return None
         elif self.prefill_cost is None:
             if known.is_doubted and not known.fit.is_probe_due(now):
@@ -151,27 +224,22 @@ class FetchChooser:
         return self.prefill_cost.predict(num_tokens - num_cached_tokens, num_cached_tokens)
 
     def transfer_costs(self) -> tuple[tuple[WorkerKey, TransferCost], ...]:
-        """What reading from each peer is believed to take, in order of their keys.
+        """What reading from each peer's memory is believed to take, in order of their keys.
 
         The same object as long as nothing has changed: it is asked for at every step.
         """
         if self._transfer_costs is None:
             self._transfer_costs = tuple(
-                (key, self._peers[key].fit.cost) for key in sorted(self._peers)
+                (key, self._peers[key].memory.fit.cost) for key in sorted(self._peers)
             )
         return self._transfer_costs
 
     def passed_over(self, key: WorkerKey) -> None:
         """A hit is computed."""
         if key in self._peers:
-            self._peers[key].num_passed_over += 1
+            self._peers[key].memory.num_passed_over += 1
 
-    def _may_be_asked(self, known: _Peer, now: float) -> bool:
-        if now < known.leave_until or known.num_fetching >= self._config.max_fetches_per_peer:
-            return False
-        return known.is_proven or known.num_fetching == 0
-
-    def _may_probe(self, known: _Peer, recompute_s: float, now: float) -> bool:
+    def _may_probe(self, known: _TierView, recompute_s: float, now: float) -> bool:
         if known.num_fetching or not known.fit.is_probe_due(now):
             return False
         is_cheap = self._least_s <= self._config.probe_share * recompute_s
@@ -189,15 +257,16 @@ class FetchChooser:
         self._transfer_costs = None
         known = self._peers.setdefault(key, _Peer())
         self._peers.move_to_end(key)
-        known.num_fetching += 1
+        known.memory.num_fetching += 1
+        known.memory.num_passed_over = 0
         known.num_bytes_due += num_bytes
-        known.num_passed_over = 0
         if len(self._peers) > _MAX_PEERS:
             idle = next((k for k, peer in self._peers.items() if not peer.num_fetching), None)
             if idle is not None:
                 del self._peers[idle]
         return FetchTicket(
             key=key,
+            tier=Tier.MEMORY,
             num_bytes=num_bytes,
             begun_at=now,
             measured_at=now,
@@ -210,9 +279,44 @@ class FetchChooser:
         To a peer that was never read from a connection had to be made; the next read need not wait for
         that, so it is not part of what a read is believed to take.
         """
-        if self._peers[ticket.key].fit.is_measured:
+        if ticket.tier is Tier.DISK or self._peers[ticket.key].memory.fit.is_measured:
             return ticket
         return replace(ticket, measured_at=now)
+
+    def waits_for_disk(self, ticket: FetchTicket, now: float) -> FetchTicket:
+        """The peer has said that it goes to its disk, and that is waited for. Goes on with the ticket returned."""
+        known = self._peers[ticket.key]
+        known.memory.num_fetching -= 1
+        known.disk.num_fetching += 1
+        known.disk.num_passed_over = 0
+        is_connected = known.memory.fit.is_measured or known.disk.fit.is_measured
+        return replace(
+            ticket, tier=Tier.DISK, measured_at=ticket.measured_at if is_connected else now
+        )
+
+    def leaves_disk(self, ticket: FetchTicket, *, num_bytes: int, now: float) -> FetchTicket:
+        """The disk is not waited for, or no longer: only `num_bytes` of the fetch, which lie in memory, are read.
+
+        Goes on with the ticket returned, as if it began now.
+        """
+        known = self._peers[ticket.key]
+        if ticket.tier is Tier.DISK:
+            known.disk.let_down(
+                num_bytes=ticket.num_bytes, elapsed_s=now - ticket.begun_at, now=now
+            )
+            known.disk.num_fetching -= 1
+            known.memory.num_fetching += 1
+        else:
+            known.disk.num_passed_over += 1
+        known.num_bytes_due -= ticket.num_bytes - num_bytes
+        return replace(
+            ticket,
+            tier=Tier.MEMORY,
+            num_bytes=num_bytes,
+            begun_at=now,
+            measured_at=now,
+            num_bytes_before=known.num_bytes_come,
+        )
 
     def came(self, ticket: FetchTicket, num_bytes: int) -> None:
         """A piece is here."""
@@ -229,8 +333,10 @@ class FetchChooser:
         known = self._finish(ticket, num_bytes)
         elapsed_s = now - ticket.begun_at
         is_late = recompute_s is not None and elapsed_s > recompute_s
-        known.is_proven, known.is_doubted, known.num_failures = not is_late, is_late, 0
-        known.fit.observe(
+        known.num_failures = 0
+        view = known.tier(ticket.tier)
+        view.is_proven, view.is_doubted = not is_late, is_late
+        view.fit.observe(
             # With what others read from the peer meanwhile: it is the peer that is measured.
             num_bytes=known.num_bytes_come - ticket.num_bytes_before,
             elapsed_s=now - ticket.measured_at,
@@ -241,13 +347,8 @@ class FetchChooser:
     def gave_up(self, ticket: FetchTicket, *, num_bytes: int, now: float) -> None:
         """It took too long; `num_bytes` had come."""
         known = self._finish(ticket, num_bytes)
-        known.is_proven, known.is_doubted = False, True
-        known.fit.observe(
-            num_bytes=ticket.num_bytes,
-            elapsed_s=now - ticket.begun_at,
-            is_late=True,
-            now=now,
-            is_complete=False,
+        known.tier(ticket.tier).let_down(
+            num_bytes=ticket.num_bytes, elapsed_s=now - ticket.begun_at, now=now
         )
 
     def failed(self, ticket: FetchTicket, *, num_bytes: int, now: float) -> None:
@@ -269,7 +370,7 @@ class FetchChooser:
 
     def _finish(self, ticket: FetchTicket, num_bytes: int) -> _Peer:
         known = self._peers[ticket.key]
-        known.num_fetching -= 1
+        known.tier(ticket.tier).num_fetching -= 1
         known.num_bytes_due -= ticket.num_bytes - num_bytes
         self._transfer_costs = None
         return known
@@ -288,8 +389,9 @@ class FetchChooser:
         """Check every invariant; for tests and debugging."""
         assert sum(known.num_fetching for known in self._peers.values()) == num_fetching
         for known in self._peers.values():
-            known.fit.validate()
-            assert known.num_fetching >= 0, known
             assert known.num_bytes_due >= 0, known
             assert known.num_fetching or not known.num_bytes_due, known
-            assert not (known.is_proven and known.is_doubted), known
+            for view in (known.memory, known.disk):
+                view.fit.validate()
+                assert view.num_fetching >= 0, known
+                assert not (view.is_proven and view.is_doubted), known

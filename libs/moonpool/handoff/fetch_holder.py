@@ -16,6 +16,7 @@ Life of one lease
     state      event                              effects and next state
     -          PrefixOpen, refused                PrefixFailed, end of lease         -> ended
     -          PrefixOpen                         core LockPrefix                    -> LOCKING
+    LOCKING    PrefixDelayed (a store's disk)     PrefixStaging                      -> LOCKING
     LOCKING    core PrefixLocked                  PrefixOpened                       -> LOCKED
     LOCKING    core PrefixLocked, nothing wanted  PrefixOpened, end, core Unlock     -> ended
     LOCKING    no answer in 2 s (a long step)     PrefixFailed, end, core Unlock     -> ended
@@ -37,6 +38,7 @@ from moonpool.handoff.effects import EndPrefixLease, HoldEffect, SendCommand, Se
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HoldEvent,
+    PrefixDelayed,
     PrefixLeaseClosed,
     PrefixOpenReceived,
 )
@@ -47,6 +49,7 @@ from moonpool.handoff.messages import (
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
+    PrefixStaging,
 )
 from moonpool.ids import AttemptId, WorkerKey
 
@@ -91,6 +94,8 @@ class PrefixHolds:
         match event:
             case PrefixOpenReceived():
                 self._on_open(event, now)
+            case PrefixDelayed():
+                self._on_delayed(event)
             case PrefixLeaseClosed(lease_id=lease_id):
                 if lease_id in self._holds:
                     self._unlock(lease_id)
@@ -200,6 +205,17 @@ class PrefixHolds:
         return None
 
     # -- the core --
+
+    def _on_delayed(self, event: PrefixDelayed) -> None:
+        hold = self._holds.get(event.lease_id)
+        if hold is None or hold.is_locked or event.num_blocks <= hold.first:
+            return
+        staging = PrefixStaging(
+            attempt_id=hold.attempt_id,
+            num_ready_blocks=max(event.num_ready_blocks - hold.first, 0),
+            num_blocks=event.num_blocks - hold.first,
+        )
+        self._send(event.lease_id, staging)
 
     def _on_locked(self, reply: PrefixLocked, now: float) -> None:
         lease_id = LeaseId(reply.read_id)

@@ -23,6 +23,9 @@ Life of one fetch
     ASKED      core FetchReserved, computing is faster core FetchEnded                    -> ended
     ASKED      core FetchReserved                      OpenStream                         -> OPENING
     ASKED      the core starts the attempt without                                        -> ended
+    OPENING    PrefixStaging, worth waiting for                                           -> OPENING
+    OPENING    PrefixStaging, not worth it, or time    CloseStream, OpenStream for what   -> OPENING
+               is up while it is waited for            is ready; nothing is: as below
     OPENING    PrefixOpened                            StartRead*                         -> READING
     OPENING    PrefixOpened with no block, or failed,  CloseStream, core FetchEnded       -> ended
                or stream lost, or time is up
@@ -32,7 +35,7 @@ Life of one fetch
     any        Abort, core Revoked, attempt ended      CloseStream, StopReads             -> ENDING
     ENDING     no read is outstanding                  core ReadEnded                     -> ended
 
-What it deliberately does not do: it asks one peer once, never mixes sources within a block, and never
+What it deliberately does not do: it asks one peer, once for all and perhaps once more for what is ready, never mixes sources within a block, and never
 looks into a digest.
 """
 
@@ -40,6 +43,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moonpool.core.protocol import (
     BlocksFetched,
@@ -79,13 +83,14 @@ from moonpool.handoff.events import (
     StreamBroken,
 )
 from moonpool.handoff.fetch import Fetch, FetchState
-from moonpool.handoff.fetch_choice import FetchChooser
+from moonpool.handoff.fetch_choice import FetchChooser, Tier
 from moonpool.handoff.messages import (
     HolderMessage,
     PeerPrefix,
     PrefixFailed,
     PrefixOpen,
     PrefixOpened,
+    PrefixStaging,
 )
 from moonpool.ids import AttemptId, WorkerKey
 
@@ -156,7 +161,7 @@ class FetchReads:
         """Do what is due. Call at `next_wakeup()` or later; too early or too often does nothing."""
         for fetch in list(self._fetches.values()):
             if fetch.stop_at is not None and fetch.stop_at <= now:
-                self._stop(fetch, FetchOutcome.SLOW, now)
+                self._on_time_up(fetch, now)
         return self._take_effects()
 
     def next_wakeup(self) -> float | None:
@@ -256,7 +261,7 @@ class FetchReads:
             self._record(fetch, FetchOutcome.RECOMPUTE, 0.0)
             return
         fetch.state = FetchState.OPENING
-        fetch.plan = plan
+        fetch.plan, fetch.begun_at = plan, now
         fetch.ticket = self.chooser.begin(
             fetch.peer.key,
             num_bytes=fetch.num_wanted_blocks(self._config.block_size) * self._block_bytes,
@@ -270,8 +275,15 @@ class FetchReads:
             block_size=self._config.block_size,
             num_layers=self._config.num_layers,
         )
-        fetch.is_stream_open = True
         fetch.stop_at = now + plan.patience_s
+        self._open_lease(fetch, fetch.num_wanted_blocks(self._config.block_size))
+
+    def _open_lease(self, fetch: Fetch, num_blocks: int) -> None:
+        """Ask for so many blocks from the first that is wanted."""
+        reserved = fetch.reserved
+        assert reserved is not None, fetch
+        first = reserved.num_cached_tokens // self._config.block_size
+        fetch.is_stream_open, fetch.num_open_blocks = True, num_blocks
         self._effects.append(
             OpenStream(
                 attempt_id=fetch.attempt_id,
@@ -282,8 +294,8 @@ class FetchReads:
                     holder=fetch.peer.key,
                     namespace=self._namespace,
                     secret_fingerprint=self._secret_fingerprint,
-                    hashes=reply.hashes[: reply.num_tokens // self._config.block_size],
-                    first=reply.num_cached_tokens // self._config.block_size,
+                    hashes=reserved.hashes[: first + num_blocks],
+                    first=first,
                 ),
             )
         )
@@ -295,24 +307,84 @@ class FetchReads:
         if fetch is None or not fetch.is_stream_open or fetch.outcome is not None:
             return
         match message:
+            case PrefixStaging() if fetch.state is FetchState.OPENING:
+                self._on_staging(fetch, message, now)
             case PrefixOpened() if fetch.state is FetchState.OPENING:
                 self._on_opened(fetch, message, now)
-            case PrefixOpened():
+            case PrefixStaging() | PrefixOpened():
                 # The lock is told once: this one is not to be trusted.
                 self._stop(fetch, FetchOutcome.LOST, now)
             case PrefixFailed():
                 fetch.refusal, fetch.message = message.reason, message.message
                 self._stop(fetch, FetchOutcome.REFUSED, now)
 
+    def _on_staging(self, fetch: Fetch, message: PrefixStaging, now: float) -> None:
+        """Part of it comes from the holder's disk first: wait for that, or read only what is ready."""
+        ticket, reserved = fetch.ticket, fetch.reserved
+        assert ticket is not None, fetch
+        assert reserved is not None, fetch
+        if fetch.staging is not None:
+            # What was ready is so no more.
+            self._stop(fetch, FetchOutcome.ABSENT, now)
+            return
+        if message.num_blocks > fetch.num_open_blocks:
+            self._stop(fetch, FetchOutcome.LOST, now)
+            return
+        fetch.staging = message
+        plan = self.chooser.choose_disk(
+            ticket,
+            num_cached_tokens=reserved.num_cached_tokens,
+            num_tokens=self._num_tokens_of(reserved, message.num_blocks),
+            now=now,
+        )
+        if plan is None:
+            self._leave_disk(fetch, FetchOutcome.RECOMPUTE, now)
+            return
+        fetch.plan = plan
+        fetch.ticket = self.chooser.waits_for_disk(ticket, now)
+        fetch.stop_at = min(now + plan.patience_s, fetch.begun_at + plan.limit_s)
+
+    def _leave_disk(self, fetch: Fetch, outcome: FetchOutcome, now: float) -> None:
+        """Read what the holder had ready; if that is nothing, this is the end."""
+        staging, plan, ticket, reserved = fetch.staging, fetch.plan, fetch.ticket, fetch.reserved
+        assert staging is not None, fetch
+        assert plan is not None, fetch
+        assert ticket is not None, fetch
+        assert reserved is not None, fetch
+        num_blocks = staging.num_ready_blocks
+        if not num_blocks and ticket.tier is Tier.DISK:
+            self._stop(fetch, outcome, now)
+            return
+        fetch.ticket = self.chooser.leaves_disk(
+            ticket, num_bytes=num_blocks * self._block_bytes, now=now
+        )
+        if not num_blocks:
+            self._stop(fetch, outcome, now)
+            return
+        recompute_s = self.chooser.recompute_s(
+            num_cached_tokens=reserved.num_cached_tokens,
+            num_tokens=self._num_tokens_of(reserved, num_blocks),
+        )
+        has_limit = recompute_s is not None and self._fetch_config.mode is not FetchMode.ALWAYS
+        limit_s = recompute_s if has_limit and recompute_s is not None else plan.limit_s
+        fetch.plan = replace(plan, limit_s=now - fetch.begun_at + limit_s)
+        fetch.stop_at = now + min(plan.patience_s, limit_s)
+        self._close_stream(fetch)
+        self._open_lease(fetch, num_blocks)
+
+    def _on_time_up(self, fetch: Fetch, now: float) -> None:
+        assert fetch.ticket is not None, fetch
+        if fetch.state is FetchState.OPENING and fetch.ticket.tier is Tier.DISK:
+            self._leave_disk(fetch, FetchOutcome.SLOW, now)
+        else:
+            self._stop(fetch, FetchOutcome.SLOW, now)
+
     def _on_opened(self, fetch: Fetch, message: PrefixOpened, now: float) -> None:
         num_blocks = len(message.block_ids)
         assert fetch.ticket is not None, fetch
         if not num_blocks:
             self._stop(fetch, FetchOutcome.ABSENT, now)
-        elif (
-            num_blocks > fetch.num_wanted_blocks(self._config.block_size)
-            or len(message.digests) % num_blocks
-        ):
+        elif num_blocks > fetch.num_open_blocks or len(message.digests) % num_blocks:
             self._stop(fetch, FetchOutcome.LOST, now)
         else:
             fetch.state = FetchState.READING
@@ -406,15 +478,13 @@ class FetchReads:
         assert arrival is not None, fetch
         assert reserved is not None, fetch
         assert fetch.plan is not None, fetch
-        assert fetch.ticket is not None, fetch
-        block_size = self._config.block_size
-        end = reserved.num_cached_tokens + len(opened.block_ids) * block_size
+        end = self._num_tokens_of(reserved, len(opened.block_ids))
         num_rest_bytes = len(opened.block_ids) * self._block_bytes - fetch.num_bytes
         s_per_byte = (now - fetch.opened_at) / fetch.num_bytes
         rest_s = self.chooser.recompute_s(
             num_cached_tokens=arrival.num_verified_tokens, num_tokens=end
         )
-        limit_at = fetch.ticket.begun_at + fetch.plan.limit_s
+        limit_at = fetch.begun_at + fetch.plan.limit_s
         if self._fetch_config.mode is FetchMode.ALWAYS:
             fetch.stop_at = limit_at
             return
@@ -457,8 +527,13 @@ class FetchReads:
             assert fetch.opened is not None, fetch
             num_blocks = len(fetch.opened.block_ids)
             assert fetch.num_asked_blocks == num_blocks, fetch
-            is_whole = num_blocks == fetch.num_wanted_blocks(self._config.block_size)
-            fetch.outcome = FetchOutcome.WHOLE if is_whole else FetchOutcome.SHORT
+            assert fetch.ticket is not None, fetch
+            if num_blocks == fetch.num_wanted_blocks(self._config.block_size):
+                fetch.outcome = FetchOutcome.WHOLE
+            elif fetch.staging is not None and fetch.ticket.tier is Tier.MEMORY:
+                fetch.outcome = FetchOutcome.MEMORY_ONLY
+            else:
+                fetch.outcome = FetchOutcome.SHORT
         self._close_stream(fetch)
         del self._fetches[fetch.attempt_id]
         num_tokens = fetch.arrival.num_verified_tokens
@@ -490,7 +565,7 @@ class FetchReads:
         assert reserved is not None, fetch
         num_bytes = fetch.num_bytes
         match outcome:
-            case FetchOutcome.WHOLE | FetchOutcome.SHORT:
+            case FetchOutcome.WHOLE | FetchOutcome.SHORT | FetchOutcome.MEMORY_ONLY:
                 chooser.ended(
                     ticket,
                     num_bytes=num_bytes,
@@ -499,6 +574,9 @@ class FetchReads:
                     ),
                     now=now,
                 )
+            case FetchOutcome.ABSENT if ticket.tier is Tier.DISK:
+                # It waited for its disk as long as it does, in vain.
+                chooser.gave_up(ticket, num_bytes=num_bytes, now=now)
             case FetchOutcome.SLOW:
                 chooser.gave_up(ticket, num_bytes=num_bytes, now=now)
             case FetchOutcome.REFUSED if fetch.refusal is not None and fetch.refusal.is_passing:
@@ -509,18 +587,21 @@ class FetchReads:
                 chooser.told_nothing(ticket, num_bytes=num_bytes)
         num_blocks = (num_tokens - reserved.num_cached_tokens) // self._config.block_size
         num_held_tokens = self._num_held_tokens(fetch, outcome, num_tokens)
-        self._record(fetch, outcome, now - ticket.begun_at, num_blocks, num_held_tokens)
+        self._record(fetch, outcome, now - fetch.begun_at, num_blocks, num_held_tokens)
 
     def _num_held_tokens(self, fetch: Fetch, outcome: FetchOutcome, num_tokens: int) -> int | None:
         """Leading tokens that the peer turned out to hold; None: all that was wanted, for all that is known."""
         assert fetch.reserved is not None, fetch
         match outcome:
-            case (
-                FetchOutcome.SHORT | FetchOutcome.ABSENT | FetchOutcome.LOST | FetchOutcome.DAMAGED
-            ):
+            case FetchOutcome.LOST | FetchOutcome.DAMAGED:
                 num_held_tokens = num_tokens
             case FetchOutcome.REFUSED if fetch.refusal is not None and not fetch.refusal.is_passing:
                 # It is not whom it was taken for.
+                num_held_tokens = num_tokens
+            case _ if fetch.staging is not None:
+                # What did not come from its disk did not come in time.
+                num_held_tokens = self._num_tokens_of(fetch.reserved, fetch.staging.num_blocks)
+            case FetchOutcome.SHORT | FetchOutcome.ABSENT:
                 num_held_tokens = num_tokens
             case _ if fetch.opened is not None:
                 num_locked_tokens = len(fetch.opened.block_ids) * self._config.block_size
@@ -554,6 +635,10 @@ class FetchReads:
         )
 
     # -- plumbing --
+
+    def _num_tokens_of(self, reserved: FetchReserved, num_blocks: int) -> int:
+        """Tokens of the request up to the end of so many of the blocks that are wanted."""
+        return reserved.num_cached_tokens + num_blocks * self._config.block_size
 
     @property
     def _block_bytes(self) -> int:

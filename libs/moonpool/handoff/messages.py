@@ -16,7 +16,7 @@ Four conversations, each a FIFO channel of its own, unordered among each other:
 4. reader -> holder, one stream for all prefixes that it reads there, and on it one lease for each, whose life is
    the lock on the holder's blocks: the reader sends one PrefixOpen and then only listens; the holder answers
 
-       PrefixOpened | PrefixFailed, after PrefixOpened perhaps PrefixFailed
+       PrefixOpened | PrefixFailed, before PrefixOpened perhaps PrefixStaging, after it perhaps PrefixFailed
 
    and the lease ends by a message of either, or with the stream.
 
@@ -293,6 +293,19 @@ class PrefixRefusal(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStaging:
+    """The holder reads part of what is wanted from its disk; PrefixOpened follows when that has come.
+
+    Whoever would not wait for it opens another lease, for what is ready.
+    """
+
+    attempt_id: AttemptId
+    #: Of the blocks from `first` on: how many leading ones are ready, and how many will be if all comes.
+    num_ready_blocks: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOpened:
     """Blocks [first, first + len(block_ids)) of the chain are locked; none if the chain ends before."""
 
@@ -312,7 +325,7 @@ class PrefixFailed:
     message: str
 
 
-HolderMessage = PrefixOpened | PrefixFailed
+HolderMessage = PrefixStaging | PrefixOpened | PrefixFailed
 
 MessageT = TypeVar("MessageT", bound=Opened | LayersReady | PrefixOpened)
 

@@ -34,6 +34,7 @@ from moonpool.handoff.events import (
     OpenReceived,
     PeerLacked,
     PeerNamed,
+    PrefixDelayed,
     PrefixLeaseClosed,
     PrefixOpenReceived,
     ReadDone,
@@ -116,7 +117,7 @@ class WorkerHandoffs:
                 return self._reported(self.fetches.handle(event, now), now)
             case PeerLacked():
                 return [*self.prefill.handle(event, now), *self.decode.handle(event, now)]
-            case PrefixOpenReceived() | PrefixLeaseClosed():
+            case PrefixOpenReceived() | PrefixDelayed() | PrefixLeaseClosed():
                 return list(self.holds.handle(event, now))
 
     def _on_request(

@@ -2,7 +2,7 @@
 
     state     event                                   effects and next state
     -         LockPrefix, all in HOST (or nothing)    PrefixLocked                        -> LOCKED
-    -         LockPrefix, part of it on disk only     LoadBlocks*                         -> WAITING
+    -         LockPrefix, part of it on disk only     PrefixLoading, LoadBlocks*          -> WAITING
     WAITING   BlocksLoaded, more is due                                                   -> WAITING
     WAITING   BlocksLoaded, nothing more is due       PrefixLocked                        -> LOCKED
     WAITING   BlocksLoaded, not all of it             the run ends before the first that
@@ -16,6 +16,7 @@ any more it ends all the same, and what it brings stays in HOST.
 
 Rules
 - What is told is the leading run of the chain that lies in the arena, is held, and has been verified.
+- Who has to wait for the disk is told so at once: a reader that would rather compute can go.
 - A get holds every block of its run from the start, so nothing of it is evicted while the rest is loaded.
 - The disk is read as far as there is room in the arena and in its queue, and not at all while its breaker
   is open: then the run ends where HOST does, and nobody joins those that wait for it.
@@ -35,7 +36,13 @@ from moonpool.tiering.catalogue import Catalogue
 from moonpool.tiering.config import StoreConfig
 from moonpool.tiering.frame_builder import StoreFrameBuilder
 from moonpool.tiering.loads import Loads
-from moonpool.tiering.protocol import NOT_IN_ARENA, BlocksLoaded, DropBlocks, LoadBlocks
+from moonpool.tiering.protocol import (
+    NOT_IN_ARENA,
+    BlocksLoaded,
+    DropBlocks,
+    LoadBlocks,
+    PrefixLoading,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +112,13 @@ class Gets:
         self._catalogue.disk.consider(hashes[:num_blocks], now)
         if get.pending:
             self._waiting[read_id] = get
+            self._frame.tell(
+                PrefixLoading(
+                    read_id=read_id,
+                    num_ready_blocks=min(get.pending.values()),
+                    num_blocks=len(get.block_ids),
+                )
+            )
         else:
             self._tell(get)
 

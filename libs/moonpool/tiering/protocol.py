@@ -16,7 +16,8 @@ Commands are answered in the next frame. Life of a put:
 Life of a get:
 
     LockPrefix -> PrefixLocked                              at once if all of it lies in HOST
-        or LoadBlocks* -> BlocksLoaded* -> PrefixLocked     part of it is staged from DISK first
+        or PrefixLoading, LoadBlocks* -> BlocksLoaded*      part of it is staged from DISK first
+               -> PrefixLocked
     UnlockPrefix at any time, also before PrefixLocked, which is then not told
 
 Life of what is on disk:
@@ -191,7 +192,17 @@ class Pinned:
     num_blocks: int
 
 
-StoreReply = PutAnswered | FetchReserved | Revoked | PrefixLocked | Pinned
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLoading:
+    """A LockPrefix waits for the disk: its PrefixLocked comes when that has brought what it can in time."""
+
+    read_id: int
+    #: Leading blocks of the chain that lie in HOST now, and how many there will be if all comes.
+    num_ready_blocks: int
+    num_blocks: int
+
+
+StoreReply = PutAnswered | FetchReserved | Revoked | PrefixLoading | PrefixLocked | Pinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

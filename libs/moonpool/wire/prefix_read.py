@@ -16,6 +16,7 @@ from moonpool.handoff.messages import (
     PrefixOpen,
     PrefixOpened,
     PrefixRefusal,
+    PrefixStaging,
 )
 from moonpool.ids import AttemptId, BlockHash
 from moonpool.wire.fields import MAX_TOKENS, between, invalid, known, name, text
@@ -99,6 +100,11 @@ def _prefix_open(opened: pb.PrefixOpen) -> PrefixOpen:
 
 def holder_message_to_pb(lease: LeaseNumber, message: HolderMessage | LeaseEnded) -> pb.FromHolder:
     match message:
+        case PrefixStaging():
+            staging = pb.PrefixStaging(
+                num_ready_blocks=message.num_ready_blocks, num_blocks=message.num_blocks
+            )
+            return pb.FromHolder(lease=lease, staging=staging)
         case PrefixOpened():
             opened = pb.PrefixOpened(block_ids=message.block_ids, leaves=message.digests)
             return pb.FromHolder(lease=lease, opened=opened)
@@ -114,6 +120,16 @@ def holder_message_from_pb(
 ) -> HolderMessage | LeaseEnded:
     """Raises InvalidMessageError: also for leaves that do not fit the blocks."""
     match message.WhichOneof("kind"):
+        case "staging":
+            staging = message.staging
+            num_blocks = between(staging.num_blocks, "staging.num_blocks", low=1, high=MAX_TOKENS)
+            return PrefixStaging(
+                attempt_id=attempt_id,
+                num_ready_blocks=between(
+                    staging.num_ready_blocks, "staging.num_ready_blocks", low=0, high=num_blocks - 1
+                ),
+                num_blocks=num_blocks,
+            )
         case "opened":
             opened = message.opened
             block_ids = block_ids_from_pb(opened.block_ids, "opened.block_ids")

@@ -48,8 +48,8 @@ from moonpool.core.protocol import (
 )
 from moonpool.errors import UnavailableError
 from moonpool.failpoints import Failpoints
-from moonpool.handoff.events import AttemptAborted, HandoffEvent, PeerNamed
-from moonpool.handoff.messages import PeerPrefix
+from moonpool.handoff.events import AttemptAborted, HandoffEvent, PeerNamed, PrefixDelayed
+from moonpool.handoff.messages import LeaseId, PeerPrefix
 from moonpool.ids import AttemptId, BlockHash, BlockId, RequestId, WorkerKey
 from moonpool.memory.worker_memory import WorkerMemory
 from moonpool.store.base import BlockLog, BlockRecord, BlockTarget, DropReason, ReadOutcome
@@ -65,6 +65,7 @@ from moonpool.tiering.protocol import (
     LoadBlocks,
     Pin,
     Pinned,
+    PrefixLoading,
     Put,
     PutAnswered,
     StoreCommand,
@@ -332,6 +333,9 @@ class StoreEngine:
             if isinstance(reply, Pinned):
                 self._on_pinned(reply)
                 continue
+            if isinstance(reply, PrefixLoading):
+                self._on_loading(reply)
+                continue
             if isinstance(reply, FetchReserved):
                 self._begin_reading(reply)
             elif isinstance(reply, Revoked):
@@ -422,6 +426,15 @@ class StoreEngine:
         self._ended_puts.clear()
 
     # -- gets --
+
+    def _on_loading(self, reply: PrefixLoading) -> None:
+        self._on_event(
+            PrefixDelayed(
+                lease_id=LeaseId(reply.read_id),
+                num_ready_blocks=reply.num_ready_blocks,
+                num_blocks=reply.num_blocks,
+            )
+        )
 
     def _on_locked(self, reply: PrefixLocked) -> None:
         lock = self._locks.get(reply.read_id)

@@ -445,6 +445,14 @@ class FromReader(_message.Message):
     lease: int
     def __init__(self, open: _Optional[_Union[PrefixOpen, _Mapping]] = ..., close: _Optional[_Union[PrefixClose, _Mapping]] = ..., lease: _Optional[int] = ...) -> None: ...
 
+class PrefixStaging(_message.Message):
+    __slots__ = ("num_ready_blocks", "num_blocks")
+    NUM_READY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_ready_blocks: int
+    num_blocks: int
+    def __init__(self, num_ready_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class PrefixOpened(_message.Message):
     __slots__ = ("block_ids", "leaves")
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -466,16 +474,18 @@ class PrefixEnded(_message.Message):
     def __init__(self) -> None: ...
 
 class FromHolder(_message.Message):
-    __slots__ = ("opened", "failed", "ended", "lease")
+    __slots__ = ("opened", "failed", "ended", "staging", "lease")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     opened: PrefixOpened
     failed: PrefixFailed
     ended: PrefixEnded
+    staging: PrefixStaging
     lease: int
-    def __init__(self, opened: _Optional[_Union[PrefixOpened, _Mapping]] = ..., failed: _Optional[_Union[PrefixFailed, _Mapping]] = ..., ended: _Optional[_Union[PrefixEnded, _Mapping]] = ..., lease: _Optional[int] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[PrefixOpened, _Mapping]] = ..., failed: _Optional[_Union[PrefixFailed, _Mapping]] = ..., ended: _Optional[_Union[PrefixEnded, _Mapping]] = ..., staging: _Optional[_Union[PrefixStaging, _Mapping]] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
