@@ -67,7 +67,6 @@ from moonpool.handoff.effects import (
     FetchEffect,
     FetchOutcome,
     OpenStream,
-    RecordFetch,
     SendCommand,
     StartRead,
     StopReads,
@@ -84,6 +83,7 @@ from moonpool.handoff.events import (
 )
 from moonpool.handoff.fetch import Fetch, FetchState
 from moonpool.handoff.fetch_choice import FetchChooser, Tier
+from moonpool.handoff.fetch_end import learn, record_of
 from moonpool.handoff.messages import (
     HolderMessage,
     PeerPrefix,
@@ -258,7 +258,15 @@ class FetchReads:
             self._command(
                 FetchEnded(attempt_id=fetch.attempt_id, num_tokens=reply.num_cached_tokens)
             )
-            self._record(fetch, FetchOutcome.RECOMPUTE, 0.0)
+            self._effects.append(
+                record_of(
+                    fetch,
+                    FetchOutcome.RECOMPUTE,
+                    num_tokens=reply.num_cached_tokens,
+                    block_size=self._config.block_size,
+                    elapsed_s=0.0,
+                )
+            )
             return
         fetch.state = FetchState.OPENING
         fetch.plan, fetch.begun_at = plan, now
@@ -365,8 +373,10 @@ class FetchReads:
             num_cached_tokens=reserved.num_cached_tokens,
             num_tokens=self._num_tokens_of(reserved, num_blocks),
         )
-        has_limit = recompute_s is not None and self._fetch_config.mode is not FetchMode.ALWAYS
-        limit_s = recompute_s if has_limit and recompute_s is not None else plan.limit_s
+        if recompute_s is None or self._fetch_config.mode is FetchMode.ALWAYS:
+            limit_s = plan.limit_s
+        else:
+            limit_s = recompute_s
         fetch.plan = replace(plan, limit_s=now - fetch.begun_at + limit_s)
         fetch.stop_at = now + min(plan.patience_s, limit_s)
         self._close_stream(fetch)
@@ -560,77 +570,14 @@ class FetchReads:
 
     def _learn(self, fetch: Fetch, outcome: FetchOutcome, num_tokens: int, now: float) -> None:
         """Remember how it went, and tell the books."""
-        ticket, reserved, chooser = fetch.ticket, fetch.reserved, self.chooser
-        assert ticket is not None, fetch
-        assert reserved is not None, fetch
-        num_bytes = fetch.num_bytes
-        match outcome:
-            case FetchOutcome.WHOLE | FetchOutcome.SHORT | FetchOutcome.MEMORY_ONLY:
-                chooser.ended(
-                    ticket,
-                    num_bytes=num_bytes,
-                    recompute_s=chooser.recompute_s(
-                        num_cached_tokens=reserved.num_cached_tokens, num_tokens=num_tokens
-                    ),
-                    now=now,
-                )
-            case FetchOutcome.ABSENT if ticket.tier is Tier.DISK:
-                # It waited for its disk as long as it does, in vain.
-                chooser.gave_up(ticket, num_bytes=num_bytes, now=now)
-            case FetchOutcome.SLOW:
-                chooser.gave_up(ticket, num_bytes=num_bytes, now=now)
-            case FetchOutcome.REFUSED if fetch.refusal is not None and fetch.refusal.is_passing:
-                chooser.turned_away(ticket, num_bytes=num_bytes, now=now)
-            case FetchOutcome.LOST | FetchOutcome.REFUSED | FetchOutcome.DAMAGED:
-                chooser.failed(ticket, num_bytes=num_bytes, now=now)
-            case _:
-                chooser.told_nothing(ticket, num_bytes=num_bytes)
-        num_blocks = (num_tokens - reserved.num_cached_tokens) // self._config.block_size
-        num_held_tokens = self._num_held_tokens(fetch, outcome, num_tokens)
-        self._record(fetch, outcome, now - fetch.begun_at, num_blocks, num_held_tokens)
-
-    def _num_held_tokens(self, fetch: Fetch, outcome: FetchOutcome, num_tokens: int) -> int | None:
-        """Leading tokens that the peer turned out to hold; None: all that was wanted, for all that is known."""
-        assert fetch.reserved is not None, fetch
-        match outcome:
-            case FetchOutcome.LOST | FetchOutcome.DAMAGED:
-                num_held_tokens = num_tokens
-            case FetchOutcome.REFUSED if fetch.refusal is not None and not fetch.refusal.is_passing:
-                # It is not whom it was taken for.
-                num_held_tokens = num_tokens
-            case _ if fetch.staging is not None:
-                # What did not come from its disk did not come in time.
-                num_held_tokens = self._num_tokens_of(fetch.reserved, fetch.staging.num_blocks)
-            case FetchOutcome.SHORT | FetchOutcome.ABSENT:
-                num_held_tokens = num_tokens
-            case _ if fetch.opened is not None:
-                num_locked_tokens = len(fetch.opened.block_ids) * self._config.block_size
-                num_held_tokens = fetch.reserved.num_cached_tokens + num_locked_tokens
-            case _:
-                return None
-        return num_held_tokens if num_held_tokens < fetch.reserved.num_tokens else None
-
-    def _record(
-        self,
-        fetch: Fetch,
-        outcome: FetchOutcome,
-        elapsed_s: float,
-        num_blocks: int = 0,
-        num_held_tokens: int | None = None,
-    ) -> None:
-        plan = fetch.plan
+        learn(fetch, outcome, self.chooser, num_tokens=num_tokens, now=now)
         self._effects.append(
-            RecordFetch(
-                attempt_id=fetch.attempt_id,
-                holder=fetch.peer.key,
-                outcome=outcome,
-                num_wanted_blocks=fetch.num_wanted_blocks(self._config.block_size),
-                num_blocks=num_blocks,
-                num_held_tokens=num_held_tokens,
-                elapsed_s=elapsed_s,
-                predicted_s=plan.predicted_s if plan is not None else 0.0,
-                recompute_s=plan.recompute_s if plan is not None else 0.0,
-                message=fetch.message,
+            record_of(
+                fetch,
+                outcome,
+                num_tokens=num_tokens,
+                block_size=self._config.block_size,
+                elapsed_s=now - fetch.begun_at,
             )
         )
 
