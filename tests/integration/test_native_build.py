@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -129,3 +130,21 @@ def test_a_compiler_error_is_told(tmp_path: Path) -> None:
 
 def test_names_agree() -> None:
     assert build.LIBRARY_NAME == LIBRARY_NAME
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one variant only")
+def test_a_compiler_from_before_bfloat16_builds_the_other_variants(tmp_path: Path) -> None:
+    compiler = build.find_compiler()
+    old = tmp_path / "old-cc"
+    old.write_text(
+        '#!/bin/sh\ncase "$*" in *avx512bf16*) echo "unrecognized option" >&2; exit 1;; esac\n'
+        f'exec {compiler} "$@"\n'
+    )
+    old.chmod(0o755)
+    for name, is_new in ((str(compiler), True), (str(old), False)):
+        library = tmp_path / str(is_new) / LIBRARY_NAME
+        build.compile_library(library, name, isas=("avx2", "avx512_bf16"))
+        working = load_library(library).working
+        assert hasattr(working, "mp_multiply_avx2")
+        assert hasattr(working, "mp_multiply_avx512_bf16") is is_new

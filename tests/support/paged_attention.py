@@ -20,7 +20,6 @@ from moonpool.native.compiled_attention import CompiledAttention
 from moonpool.native.loading import LIBRARY_NAME
 
 KV_HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 16, 16, 400
-_ALL_ISAS = ("baseline", "avx2", "avx512")
 
 
 class VariantKernels:
@@ -32,12 +31,6 @@ class VariantKernels:
 
     def paged_attention(self, pool: Any, geometry: LeafGeometry, **what: Any) -> CompiledAttention:
         return CompiledAttention(self._library, pool, geometry, isa=self._isa, **what)
-
-
-def isas() -> tuple[str, ...]:
-    """The variants that this machine runs; none if the library was not built."""
-    status = native.status()
-    return _ALL_ISAS[: _ALL_ISAS.index(status.isa) + 1] if status.is_compiled else ()
 
 
 def variant_kernels(isa: str) -> VariantKernels:

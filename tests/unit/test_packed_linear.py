@@ -11,15 +11,15 @@ from moonpool import native
 from moonpool.native.binding import load_library
 from moonpool.native.compiled_linear import CompiledLinear
 from moonpool.native.loading import LIBRARY_NAME
+from support.native_isas import runnable_isas
 
 if not native.status().is_compiled:
     pytest.skip(native.status().message, allow_module_level=True)
 
 LIBRARY = load_library(Path(native.__file__).with_name(LIBRARY_NAME))
-ALL_ISAS = ["baseline", "avx2", "avx512"]
-ISAS = ALL_ISAS[: ALL_ISAS.index(native.status().isa) + 1]
 SHAPES = [(1, 1), (7, 3), (16, 16), (17, 33), (48, 64), (130, 65), (576, 200), (1000, 31)]
 
+ISAS = runnable_isas()
 isas = pytest.mark.parametrize("isa", ISAS)
 formats = pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.int8])
 

@@ -11,9 +11,10 @@ from moonpool.engine.native_attention import NativePagedAttention
 from moonpool.kv.layout import KvLayout
 from moonpool.native import LeafGeometry, RangeError, kernels, status
 from moonpool.native.fallback import FallbackKernels
-from support.paged_attention import SIZE, Sequences, isas, run, variant_kernels
+from support.native_isas import runnable_isas
+from support.paged_attention import SIZE, Sequences, run, variant_kernels
 
-VARIANTS = [pytest.param(variant_kernels(isa), id=isa) for isa in isas()]
+VARIANTS = [pytest.param(variant_kernels(isa), id=isa) for isa in runnable_isas()]
 FORMS = [pytest.param(FallbackKernels(), id="torch"), *VARIANTS]
 forms = pytest.mark.parametrize("form", FORMS)
 

@@ -11,15 +11,15 @@ from moonpool import native
 from moonpool.native.binding import load_library
 from moonpool.native.compiled import CompiledRowKernels
 from moonpool.native.loading import LIBRARY_NAME
+from support.native_isas import runnable_isas
 
 if not native.status().is_compiled:
     pytest.skip(native.status().message, allow_module_level=True)
 
 LIBRARY = load_library(Path(native.__file__).with_name(LIBRARY_NAME))
-ALL_ISAS = ["baseline", "avx2", "avx512"]
-ISAS = ALL_ISAS[: ALL_ISAS.index(native.status().isa) + 1]
 SIZES = [1, 3, 8, 15, 16, 31, 64, 576, 1000]
 
+ISAS = runnable_isas()
 isas = pytest.mark.parametrize("isa", ISAS)
 sizes = pytest.mark.parametrize("size", SIZES)
 

@@ -17,9 +17,10 @@ from moonpool.native.binding import NativeLibrary, load_library
 from moonpool.native.compiled import CompiledRowKernels
 from moonpool.native.compiled_linear import CompiledLinear
 from moonpool.native.loading import LIBRARY_NAME
-from support.paged_attention import Sequences, VariantKernels, isas, run
+from support.native_isas import runnable_isas
+from support.paged_attention import Sequences, VariantKernels, run
 
-if build.find_compiler() is None or "avx2" not in isas():
+if build.find_compiler() is None or "avx2" not in runnable_isas():
     pytest.skip("needs a C compiler and AVX2", allow_module_level=True)
 
 SOURCES = Path(native.__file__).with_name("src")

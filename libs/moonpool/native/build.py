@@ -29,7 +29,12 @@ _FLAGS = (
 )
 #: Files that are compiled for other instruction sets too; src/dispatch.c chooses at load time.
 _VARIED = ("attention", "chunk_attention", "copy", "leaf_digest", "linear", "rows", "sample")
-_X86_VARIANTS = (("avx2", ("-mavx2", "-mfma")), ("avx512", ("-mavx512f", "-mavx2", "-mfma")))
+_AVX512 = ("-mavx512f", "-mavx2", "-mfma")
+_X86_VARIANTS = (
+    ("avx2", ("-mavx2", "-mfma")),
+    ("avx512", _AVX512),
+    ("avx512_bf16", (*_AVX512, "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")),
+)
 _ISAS = tuple(isa for isa, _ in _X86_VARIANTS)
 
 
@@ -45,7 +50,8 @@ def find_compiler() -> str | None:
 def compile_library(target: Path, compiler: str, *, isas: Container[str] = _ISAS) -> None:
     """Compile src/ into the shared library `target`, replacing it in one move.
 
-    Kernels come for the machine's baseline and those of `isas` that this compiler's machines have.
+    Kernels come for the machine's baseline and those of `isas` that this compiler knows and whose machines it
+    compiles for.
 
     A process that has the old file mapped keeps it. `$CFLAGS` is added to the flags, those of the
     linker too.
@@ -57,6 +63,9 @@ def compile_library(target: Path, compiler: str, *, isas: Container[str] = _ISAS
     flags = [*_FLAGS, *more_flags]
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     variants = [one for one in _X86_VARIANTS if is_x86 and one[0] in isas]
+    # Compilers from before 2020 do not know it, and are as good for the others.
+    if "avx512_bf16" in dict(variants) and not _knows_bfloat16(compiler):
+        variants = [one for one in variants if one[0] != "avx512_bf16"]
     have = [f"-DMP_HAVE_{isa.upper()}" for isa, _ in variants]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
@@ -91,6 +100,14 @@ def compile_library(target: Path, compiler: str, *, isas: Container[str] = _ISAS
         library = Path(folder) / LIBRARY_NAME
         _run([compiler, *more_flags, "-shared", "-pthread", *objects, "-o", str(library)])
         library.replace(target)
+
+
+def _knows_bfloat16(compiler: str) -> bool:
+    """It has the instructions, and can ask a machine for them, as src/dispatch.c does."""
+    asking = 'int main(void) { return __builtin_cpu_supports("avx512bf16"); }'
+    command = [compiler, "-mavx512bf16", "-x", "c", "-fsyntax-only", "-"]
+    done = subprocess.run(command, input=asking, capture_output=True, text=True, check=False)
+    return done.returncode == 0
 
 
 def _run(command: list[str]) -> None:

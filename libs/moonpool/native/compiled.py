@@ -57,7 +57,7 @@ class CompiledKernels:
 
     @property
     def isa(self) -> str:
-        """Which variant of its kernels the library chose: baseline, avx2 or avx512."""
+        """Which variant of its kernels the library chose: baseline, avx2, avx512, avx512_bf16."""
         name: bytes = self._library.brief.mp_isa()
         return name.decode()
 

@@ -20,7 +20,7 @@ class NativeStatus:
     """For start-up logs and `moonpool doctor`."""
 
     is_compiled: bool
-    #: baseline, avx2, avx512; "python" for the fallback.
+    #: baseline, avx2, avx512, avx512_bf16; "python" for the fallback.
     isa: str
     #: One sentence; for the fallback, why and what to do.
     message: str

@@ -36,6 +36,9 @@ DECLARE(avx2)
 #ifdef MP_HAVE_AVX512
 DECLARE(avx512)
 #endif
+#ifdef MP_HAVE_AVX512_BF16
+DECLARE(avx512_bf16)
+#endif
 
 mp_leaf_digest_fn mp_leaf_digest = mp_leaf_digest_baseline;
 mp_copy_leaf_fn mp_copy_leaf = mp_copy_leaf_baseline;
@@ -50,7 +53,7 @@ static const char *chosen_isa = "baseline";
 
 __attribute__((constructor)) static void choose(void)
 {
-#if defined(MP_HAVE_AVX2) || defined(MP_HAVE_AVX512)
+#if defined(MP_HAVE_AVX2) || defined(MP_HAVE_AVX512) || defined(MP_HAVE_AVX512_BF16)
     __builtin_cpu_init();
 #endif
 #ifdef MP_HAVE_AVX2
@@ -60,6 +63,12 @@ __attribute__((constructor)) static void choose(void)
 #ifdef MP_HAVE_AVX512
     if (__builtin_cpu_supports("avx512f"))
         CHOOSE(avx512);
+#endif
+#ifdef MP_HAVE_AVX512_BF16
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bf16"))
+        CHOOSE(avx512_bf16);
 #endif
 }
 

@@ -1,6 +1,6 @@
 /*
  * The leaf digest, alone and of a leaf that is copied, compiled once per instruction set: native/build.py defines
- * MP_ISA (baseline, avx2, avx512) and passes the compiler the matching -m flag. xxhash.h selects its vector
+ * MP_ISA (baseline, avx2, ...) and passes the compiler the matching -m flag. xxhash.h selects its vector
  * code from that.
  */
 #define XXH_INLINE_ALL
