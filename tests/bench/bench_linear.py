@@ -1,9 +1,10 @@
 """Products with few rows: `python tests/bench/bench_linear.py [--rows 1 8 512] [--layers 30]`.
 
 All weights of a SmolLM2-135M once, as a step reads them (random values, nothing left in the cache), by
-each way that engine/linear.py knows: the native kernel on bfloat16 and on float32 weights, oneDNN's
-packed product in float32, and torch's plain product along the longer side. Arms alternate in one run;
-each reports its best round, in CPU seconds of the one thread, and the ratio to the best of torch's two.
+each way that engine/linear.py knows: the native kernel on bfloat16, float32 and int8 weights, oneDNN's packed
+product in float32, and torch's plain product along the longer side; where the CPU multiplies bfloat16, the native
+product of rounded rows and oneDNN's of rows in bfloat16. Arms alternate in one run;
+each reports its best round, in CPU seconds of the one thread, and the ratio to the best of torch's in float32.
 Beside one row: how long this core takes to only read the same bytes.
 """
 
@@ -35,14 +36,23 @@ def onednn(weight: Tensor) -> Product:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
+def onednn_bfloat16(weight: Tensor) -> Product:
+    """Of rows that are of bfloat16 already, as the step has them there."""
+    product = onednn(weight.bfloat16())
+    rounded: dict[int, Tensor] = {}
+    return lambda x: product(rounded.setdefault(len(x), x.bfloat16()))
+
+
 def plain(weight: Tensor) -> Product:
     num_out, num_in = weight.shape
     kept = weight.t().contiguous().t() if num_out > num_in else weight.clone()
     return lambda x: functional.linear(x, kept)
 
 
-def packed(weight: np.ndarray, scale: np.ndarray | None = None) -> Product:
-    linear = native.kernels().pack_linear(weight, None, scale)
+def packed(
+    weight: np.ndarray, scale: np.ndarray | None = None, *, is_rounding: bool = False
+) -> Product:
+    linear = native.kernels().pack_linear(weight, None, scale, is_rounding=is_rounding)
     if linear is None:
         raise SystemExit(native.status().message)
     return lambda x: multiply(linear, x)
@@ -53,8 +63,16 @@ def multiply(linear: PackedLinear, x: Tensor) -> None:
     linear.multiply(x.data_ptr(), len(x), out.data_ptr())
 
 
+def bits_of(weight: Tensor) -> np.ndarray:
+    return weight.bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
 def native_bfloat16(weight: Tensor) -> Product:
-    return packed(weight.bfloat16().view(torch.int16).numpy().view(np.uint16))
+    return packed(bits_of(weight))
+
+
+def native_rounding(weight: Tensor) -> Product:
+    return packed(bits_of(weight), is_rounding=True)
 
 
 def native_float32(weight: Tensor) -> Product:
@@ -73,6 +91,8 @@ ARMS: dict[str, Callable[[Tensor], Product]] = {
     "oneDNN float32": onednn,
     "torch float32": plain,
 }
+if native.kernels().has_bfloat16_products:
+    ARMS |= {"native rounding": native_rounding, "oneDNN bfloat16": onednn_bfloat16}
 
 
 def main() -> None:

@@ -5,6 +5,10 @@ a weight of bfloat16 in 2 bytes and expands it in registers, and one of float32 
 is bound by reading the weights once, and many rows are multiplied as fast as oneDNN multiplies float32.
 A row's result does not depend on the other rows. It works in one thread (threads.py).
 
+A CPU with AVX512-BF16: the C library too, for weights of bfloat16 whose products are wanted in bfloat16
+(native/src/bfloat16_linear.c). Rows come and go in float32 and are rounded for the product alone, so what stands
+between products is computed as on other CPUs.
+
 A weight may be rounded to int8, which is what each output's largest weight is 127 of (Quantization). The C
 library keeps it in 1 byte on any CPU, since what a decode step waits for is reading it; without that
 library its values are kept as others are.
@@ -41,11 +45,13 @@ class Linear:
         dtype: torch.dtype,
         kernels: Kernels,
         quantization: Quantization = "none",
+        is_rounding: bool = False,
     ) -> None:
         """Keeps or copies `weight`; the caller may drop its own.
 
         `dtype` is that of x, y and `bias`, at least as wide as the weight's. Without `quantization` its
-        values are kept exactly.
+        values are kept exactly. `is_rounding`, of a weight of bfloat16 and x of float32: x is rounded to
+        bfloat16 as well, by `kernels` with bfloat16 products; int8 is multiplied in float32 all the same.
         """
         self._bias = bias
         self._dtype = dtype
@@ -60,7 +66,7 @@ class Linear:
             )
             weight = rounded * scale[:, None]
         else:
-            self._native = _native(weight, bias, dtype, kernels)
+            self._native = _native(weight, bias, dtype, kernels, is_rounding=is_rounding)
         if self._native is not None:
             return
         self._plain = weight.to(dtype)
@@ -118,9 +124,9 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _native(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels, *, is_rounding: bool
 ) -> PackedLinear | None:
-    if dtype is not torch.float32 or has_native_bfloat16():
+    if dtype is not torch.float32 or (has_native_bfloat16() and not is_rounding):
         return None
     bits = weight.contiguous()
     return kernels.pack_linear(
@@ -129,6 +135,7 @@ def _native(
         if weight.dtype is torch.bfloat16
         else bits.numpy(),
         None if bias is None else bias.numpy(),
+        is_rounding=is_rounding,
     )
 
 

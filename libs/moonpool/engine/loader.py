@@ -31,7 +31,8 @@ def load_model(
 
     `compute_dtype` does the arithmetic; by default `dtype`, except that bfloat16 is computed in
     float32 where the CPU has no bfloat16 products: the weights have the same values, the intermediate
-    results more bits, and it is several times faster.
+    results more bits, and it is several times faster. Products in bfloat16 by `kernels` round their
+    inputs themselves: all else is then in float32.
     `num_positions` bounds the positions (default: the model's). `kernels` may multiply.
 
     Raises:
@@ -43,9 +44,14 @@ def load_model(
         computed = torch.float32 if is_emulated else stored
     else:
         computed = TORCH_DTYPES[compute_dtype]
+    is_rounding = computed is torch.bfloat16 and kernels.has_bfloat16_products
+    if is_rounding:
+        computed = torch.float32
     config = model_dir.config
     tensors = LlamaTensors(model_dir, stored)
-    pack = _Packer(dtype=computed, kernels=kernels, quantization=quantization)
+    pack = _Packer(
+        dtype=computed, kernels=kernels, quantization=quantization, is_rounding=is_rounding
+    )
     embedding = tensors.embedding()
     layers = tuple(pack.layer(tensors.layer(index)) for index in range(config.num_layers))
     final_norm = tensors.final_norm().to(computed)
@@ -70,6 +76,7 @@ class _Packer:
     dtype: torch.dtype
     kernels: Kernels
     quantization: Quantization
+    is_rounding: bool
 
     def layer(self, tensors: LayerTensors) -> LlamaLayer:
         return LlamaLayer(
@@ -89,4 +96,5 @@ class _Packer:
             dtype=self.dtype,
             kernels=self.kernels,
             quantization=self.quantization,
+            is_rounding=self.is_rounding,
         )

@@ -41,7 +41,7 @@ class LlamaModel:
     """Weights of a whole model."""
 
     config: ModelConfig
-    #: Of the arithmetic, the norms and the biases.
+    #: Of what passes between products, the norms and the biases.
     dtype: torch.dtype
     #: [vocab, hidden], in the dtype of the weights' values.
     embedding: Tensor

@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -230,6 +230,7 @@ def load_library(path: Path) -> NativeLibrary:
             )
         ),
         mp_multiply=(None, pointer, pointer, int64, pointer, pointer),
+        mp_multiply_bfloat16=(None, pointer, pointer, int64, pointer, pointer),
         mp_attend=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
         mp_attend_chunks=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
         mp_attend_chunks_work=(int64, pointer, int64),
@@ -243,6 +244,7 @@ def load_library(path: Path) -> NativeLibrary:
     _declare(
         brief,
         mp_isa=(ctypes.c_char_p,),
+        mp_has_bfloat16_products=(int64,),
         mp_begin_step=(None, pointer, uint64, uint64),
         mp_publish=(None, pointer, uint64, uint32),
         mp_end_step=(None, pointer),

@@ -28,7 +28,10 @@ _FLAGS = (
     "-ffp-contract=fast",
 )
 #: Files that are compiled for other instruction sets too; src/dispatch.c chooses at load time.
-_VARIED = ("attention", "chunk_attention", "copy", "leaf_digest", "linear", "rows", "sample")
+_VARIED = (
+    *("attention", "bfloat16_linear", "chunk_attention", "copy", "leaf_digest", "linear"),
+    *("rows", "sample"),
+)
 _AVX512 = ("-mavx512f", "-mavx2", "-mfma")
 _X86_VARIANTS = (
     ("avx2", ("-mavx2", "-mfma")),

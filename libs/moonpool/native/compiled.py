@@ -144,11 +144,25 @@ class CompiledKernels:
         raise_for(result.status, result.index)
         return is_bad
 
+    @property
+    def has_bfloat16_products(self) -> bool:
+        return bool(self._library.brief.mp_has_bfloat16_products())
+
     def pack_linear(
-        self, weight: WeightArray, bias: Float32Array | None, scale: Float32Array | None = None
+        self,
+        weight: WeightArray,
+        bias: Float32Array | None,
+        scale: Float32Array | None = None,
+        *,
+        is_rounding: bool = False,
     ) -> PackedLinear | None:
         return CompiledLinear(
-            self._library, weight, bias, scale=scale, allocate=self._weights.allocate
+            self._library,
+            weight,
+            bias,
+            scale=scale,
+            is_rounding=is_rounding,
+            allocate=self._weights.allocate,
         )
 
     def paged_attention(

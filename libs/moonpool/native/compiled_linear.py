@@ -1,4 +1,4 @@
-"""PackedLinear in C: src/linear.c says what the layout is and in which order it adds."""
+"""PackedLinear in C: src/linear.c says what the layout is, it and src/bfloat16_linear.c in which order they add."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ class CompiledLinear:
         bias: Float32Array | None,
         *,
         scale: Float32Array | None = None,
+        is_rounding: bool = False,
         isa: str | None = None,
         allocate: Allocate = of_its_own,
     ) -> None:
         """`isa` names a variant of src/dispatch.c; by default the one that suits this machine.
 
+        `is_rounding`: rows are rounded to bfloat16, as the weight is; not every variant can.
         `allocate` gives the memory of the packed copy.
         """
         if weight.dtype not in _FORMATS or weight.ndim != 2 or 0 in weight.shape:
             raise ValueError(f"no weight is {weight.dtype}{list(weight.shape)}")
         if (scale is not None) != (weight.dtype == np.int8):
             raise ValueError("weights of int8 have a scale, and no others")
+        if is_rounding and weight.dtype != np.uint16:
+            raise ValueError(f"rows are rounded for weights of bfloat16, not {weight.dtype}")
         self.num_out, self.num_in = weight.shape
         number, per_step = _FORMATS[weight.dtype]
         panels = _packed(weight, per_step, allocate)
@@ -52,7 +56,8 @@ class CompiledLinear:
             format=number,
         )
         self._address = ctypes.addressof(self._struct)
-        self._multiply = library.kernel("mp_multiply", isa)
+        name = "mp_multiply_bfloat16" if is_rounding else "mp_multiply"
+        self._multiply = library.kernel(name, isa)
 
     def _padded(self, name: str, values: Float32Array) -> Float32Array:
         if values.shape != (self.num_out,) or values.dtype != np.float32:

@@ -112,8 +112,17 @@ class FallbackKernels:
             target[to : to + length] = source[from_ : from_ + length]
         return self.verify_leaves(target, geometry, checks)
 
+    @property
+    def has_bfloat16_products(self) -> bool:
+        return False
+
     def pack_linear(
-        self, weight: WeightArray, bias: Float32Array | None, scale: Float32Array | None = None
+        self,
+        weight: WeightArray,
+        bias: Float32Array | None,
+        scale: Float32Array | None = None,
+        *,
+        is_rounding: bool = False,
     ) -> PackedLinear | None:
         return None
 

@@ -209,7 +209,10 @@ class CopyQueue(Protocol):
 
 
 class PackedLinear(Protocol):
-    """y = x W^T + b for rows of float32. A row's result is the same bits in any batch."""
+    """y = x W^T + b for rows of float32. A row's result is the same bits in any batch.
+
+    Arithmetic is in float32; where rows are rounded to bfloat16 first, products are of bfloat16.
+    """
 
     num_in: int
     num_out: int
@@ -350,14 +353,26 @@ class Kernels(Protocol):
         """
         ...
 
+    @property
+    def has_bfloat16_products(self) -> bool:
+        """True if `pack_linear` can round rows: the C library on a CPU with AVX512-BF16."""
+        ...
+
     def pack_linear(
-        self, weight: WeightArray, bias: Float32Array | None, scale: Float32Array | None = None
+        self,
+        weight: WeightArray,
+        bias: Float32Array | None,
+        scale: Float32Array | None = None,
+        *,
+        is_rounding: bool = False,
     ) -> PackedLinear | None:
         """A copy of `weight` [out, in]; None without the C library: torch's product is faster then.
 
         Args:
             bias: float32[out].
             scale: float32[out], what each output of a weight of int8 is multiplied by.
+            is_rounding: Rows are rounded to bfloat16, as the weight is, and multiplied as such, added in
+                float32; only with `has_bfloat16_products`.
 
         Raises:
             ValueError: One of them is of another type or shape.

@@ -38,12 +38,14 @@ DECLARE(avx512)
 #endif
 #ifdef MP_HAVE_AVX512_BF16
 DECLARE(avx512_bf16)
+void mp_multiply_bfloat16_avx512_bf16(const mp_linear *, const float *, int64_t, float *, float *);
 #endif
 
 mp_leaf_digest_fn mp_leaf_digest = mp_leaf_digest_baseline;
 mp_copy_leaf_fn mp_copy_leaf = mp_copy_leaf_baseline;
 mp_copy_fn mp_copy = mp_copy_baseline;
 static mp_multiply_fn multiply = mp_multiply_baseline;
+static mp_multiply_fn multiply_bfloat16;
 static mp_attend_fn attend = mp_attend_baseline;
 static mp_attend_fn attend_chunks = mp_attend_chunks_baseline;
 static mp_rms_norm_fn rms_norm = mp_rms_norm_baseline;
@@ -67,8 +69,10 @@ __attribute__((constructor)) static void choose(void)
 #ifdef MP_HAVE_AVX512_BF16
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bf16"))
+        __builtin_cpu_supports("avx512bf16")) {
         CHOOSE(avx512_bf16);
+        multiply_bfloat16 = mp_multiply_bfloat16_avx512_bf16;
+    }
 #endif
 }
 
@@ -86,6 +90,15 @@ MP_EXPORT void mp_multiply(const mp_linear *linear, const float *x, int64_t num_
                            float *largest)
 {
     multiply(linear, x, num_rows, y, largest);
+}
+
+MP_EXPORT int64_t mp_has_bfloat16_products(void) { return multiply_bfloat16 != NULL; }
+
+/* Only where there are such products. */
+MP_EXPORT void mp_multiply_bfloat16(const mp_linear *linear, const float *x, int64_t num_rows,
+                                    float *y, float *largest)
+{
+    multiply_bfloat16(linear, x, num_rows, y, largest);
 }
 
 MP_EXPORT void mp_attend(const mp_attention *attention, int64_t layer,

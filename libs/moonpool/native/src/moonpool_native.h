@@ -24,7 +24,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 11
+#define MP_ABI_VERSION 12
 
 enum {
     MP_OK = 0,
@@ -151,7 +151,7 @@ typedef struct {
 enum { MP_LINEAR_PANEL = 16 };
 enum { MP_FLOAT32 = 0, MP_BFLOAT16 = 1, MP_INT8 = 2 };
 
-/* A weight in panels; see linear.c. */
+/* A weight in panels; see linear.c, and bfloat16_linear.c for products in bfloat16. */
 typedef struct {
     const void *panels;
     const float *scale; /* of each output, padded to whole panels; only for int8 */
