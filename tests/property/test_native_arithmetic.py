@@ -95,23 +95,64 @@ def test_products(
     y.check()
 
 
+@pytest.mark.skipif(
+    not native.kernels().has_bfloat16_products, reason="no products in bfloat16 here"
+)
+@given(
+    num_rows=st.integers(0, 30),
+    num_in=st.integers(1, 80) | st.integers(4090, 4110),
+    num_out=st.integers(1, 70),
+    has_bias=st.booleans(),
+    seed=seeds,
+)
+@settings(max_examples=50)
+def test_products_of_rounded_rows(
+    num_rows: int, num_in: int, num_out: int, has_bias: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    weight = bfloat16_bits(rng.standard_normal((num_out, num_in)))
+    exact = bfloat16_values(weight).astype(np.float64)
+    bias = rng.standard_normal(num_out).astype(np.float32) if has_bias else None
+    x = misaligned(rng.standard_normal((num_rows, num_in)))
+    y, largest = Guarded(num_rows, num_out), Guarded(num_rows, -(-num_out // LINEAR_PANEL))
+    linear = CompiledLinear(LIBRARY, weight, bias, is_rounding=True)
+    linear.multiply(x.ctypes.data, num_rows, y.array.ctypes.data, largest.array.ctypes.data)
+    wide = x.astype(np.float64)
+    expected = wide @ exact.T + (0 if bias is None else bias)
+    # A row is rounded to 8 bits, a sum of `num_in` products and the bias to 24 in each step.
+    size = np.abs(wide) @ np.abs(exact).T + (0 if bias is None else np.abs(bias))
+    assert (np.abs(y.array - expected) <= size * (2.0**-8 + 1.01 * (num_in + 2) * 2.0**-24)).all()
+    starts = range(0, num_out, LINEAR_PANEL)
+    assert np.array_equal(largest.array, np.maximum.reduceat(y.array, starts, axis=1))
+    y.check()
+    largest.check()
+
+
 @isas
 @given(
     num_rows=st.integers(0, 12),
     num_out=st.integers(1, 200),
     flaw=st.sampled_from([None, np.nan, np.inf, -np.inf]),
+    is_rounding=st.just(False) if not native.kernels().has_bfloat16_products else st.booleans(),
     seed=seeds,
 )
 @settings(max_examples=25)
 def test_the_largest_of_each_panel(
-    isa: str, num_rows: int, num_out: int, flaw: float | None, seed: int
+    isa: str, num_rows: int, num_out: int, flaw: float | None, is_rounding: bool, seed: int
 ) -> None:
+    is_rounding = is_rounding and isa != "baseline"
     rng = np.random.default_rng(seed)
     x = misaligned(rng.standard_normal((num_rows, 5)))
     weight = rng.standard_normal((num_out, 5)).astype(np.float32)
     if flaw is not None:
         weight[seed % num_out, seed % 5] = flaw
-    linear = CompiledLinear(LIBRARY, weight, None, isa=isa)
+    linear = CompiledLinear(
+        LIBRARY,
+        bfloat16_bits(weight) if is_rounding else weight,
+        None,
+        is_rounding=is_rounding,
+        isa=isa,
+    )
     y, same, largest = (
         Guarded(num_rows, size) for size in (num_out, num_out, -(-num_out // LINEAR_PANEL))
     )

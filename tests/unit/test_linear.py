@@ -60,6 +60,27 @@ def test_int8_is_the_product_with_rounded_weights(
 
 
 @pytest.mark.skipif(
+    not native.kernels().has_bfloat16_products, reason="the C library has no bfloat16 products here"
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rows_are_rounded_for_the_product_alone(has_bias: bool) -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(72, 41).bfloat16()
+    bias = torch.randn(72) if has_bias else None
+    linear = Linear(weight, bias, dtype=torch.float32, kernels=native.kernels(), is_rounding=True)
+    for num_rows in (1, 2, 7, 33):
+        # A slice of wider rows: not contiguous.
+        x = torch.randn(num_rows, 50)[:, 3:44]
+        near = x.bfloat16().double()
+        expected = near @ weight.double().t() + (0 if bias is None else bias.double())
+        found, largest = linear.surveyed(x)
+        torch.testing.assert_close(found, expected.float(), atol=2e-5, rtol=1e-5)
+        assert torch.equal(linear(x), found)
+        assert largest is not None
+        assert torch.equal(largest[:, 0], found[:, :16].amax(dim=1))
+
+
+@pytest.mark.skipif(
     not native.status().is_compiled or has_native_bfloat16(), reason="torch multiplies here"
 )
 def test_a_row_is_the_same_bits_in_any_batch() -> None:

@@ -20,7 +20,8 @@ from moonpool.engine.runner import ModelRunner, load_runner
 from moonpool.engine.threads import kernels_for
 from moonpool.hub.model_dir import ModelDir
 from moonpool.kv.layout import KvLayout
-from moonpool.native import LeafGeometry, kernels, status
+from moonpool.native import Kernels, LeafGeometry, kernels, status
+from moonpool.native.fallback import FallbackKernels
 from support.engine import NoMark, open_tiny
 from support.steps import GREEDY, make_row
 from support.tiny_llama import TinyLlama, write_tiny_llama
@@ -172,11 +173,26 @@ def test_bfloat16_kv_read_back_equals_kv_just_computed(model_dir: ModelDir) -> N
     )
 
 
-@pytest.mark.skipif(
-    not status().is_compiled or has_native_bfloat16(),
-    reason="products and attention of the C library promise an order of additions, others do not",
+def multiplies_in_c(dtype: str) -> bool:
+    """The C library does, on this CPU, for a model of `dtype`."""
+    if has_native_bfloat16():
+        return dtype == "bfloat16" and kernels().has_bfloat16_products
+    return status().is_compiled
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(
+            dtype,
+            marks=pytest.mark.skipif(
+                not multiplies_in_c(dtype),
+                reason="the C library promises an order of additions, others do not",
+            ),
+        )
+        for dtype in ("float32", "bfloat16")
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kv_is_the_same_bits_however_a_prompt_is_computed(model_dir: ModelDir, dtype: str) -> None:
     """Whole, in chunks, after a cached prefix, token by token, and beside others."""
     ids = np.random.default_rng(8).integers(3, 200, 75).tolist()
@@ -198,13 +214,14 @@ def test_kv_is_the_same_bits_however_a_prompt_is_computed(model_dir: ModelDir, d
                 assert torch.equal(engine.block(layer, block), whole.block(layer, block)), cuts
 
 
-def test_bfloat16_arithmetic_stays_close_on_every_path(model_dir: ModelDir) -> None:
-    """What a CPU with bfloat16 products does; slow, but right, on one without."""
+@pytest.mark.parametrize("form", [kernels(), FallbackKernels()], ids=["native", "torch"])
+def test_bfloat16_arithmetic_stays_close_on_every_path(model_dir: ModelDir, form: Kernels) -> None:
+    """What a CPU with bfloat16 products does; by torch slow, but right, on one without."""
     engine, exact = Engine(model_dir, "bfloat16"), Engine(model_dir)
-    model = load_model(model_dir, "bfloat16", compute_dtype="bfloat16", kernels=kernels())
-    engine.runner = ModelRunner(
-        model, engine.buffer, engine.layout, max_num_seqs=4, kernels=kernels()
-    )
+    model = load_model(model_dir, "bfloat16", compute_dtype="bfloat16", kernels=form)
+    # What rounds for its products alone keeps float32 between them.
+    assert model.dtype is (torch.float32 if form.has_bfloat16_products else torch.bfloat16)
+    engine.runner = ModelRunner(model, engine.buffer, engine.layout, max_num_seqs=4, kernels=form)
     for one in (engine, exact):
         one.run(make_row(list(range(5, 25)), [1, 2], sample=None))
         one.run(make_row(list(range(30, 40)), [1, 2], start=20, sample=None))
@@ -278,4 +295,5 @@ def test_an_engine_of_several_threads_leaves_all_arithmetic_to_torch() -> None:
             form.paged_attention(pool, geometry, group_size=1, is_bfloat16=False),
         ]
         is_in_c = status().is_compiled and num_threads == 1
+        assert not form.has_bfloat16_products or num_threads == 1
         assert [each is not None for each in in_c] == [is_in_c] * 3

@@ -57,6 +57,12 @@ def packed(
     return CompiledLinear(LIBRARY, weight, bias, scale=scale_of(weight), isa=isa)
 
 
+def rounded(values: np.ndarray) -> np.ndarray:
+    """To the nearest bfloat16 and to even, of finite values."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+
 def random_rows(num_rows: int, num_in: int, seed: int = 2) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((num_rows, num_in)).astype(np.float32)
 
@@ -156,6 +162,90 @@ def test_a_row_that_is_not_finite_stays_alone(isa: str, dtype: type) -> None:
     is_other = np.arange(8) != 5
     assert np.array_equal(found[is_other], expected[is_other])
     assert not np.isfinite(found[5]).any()
+
+
+needs_bfloat16_products = pytest.mark.skipif(
+    "avx512_bf16" not in ISAS, reason="no AVX512-BF16 here, or its compiler did not know it"
+)
+#: The last ones are longer than a block of inputs, and than two.
+ROUNDING_SHAPES = [*SHAPES, (100, 4095), (35, 4097), (20, 9001)]
+
+
+def rounding(weight: np.ndarray, bias: np.ndarray | None = None) -> CompiledLinear:
+    return CompiledLinear(LIBRARY, weight, bias, is_rounding=True, isa="avx512_bf16")
+
+
+@needs_bfloat16_products
+@pytest.mark.parametrize("shape", ROUNDING_SHAPES, ids=str)
+def test_rounded_rows_equal_the_product_of_rounded_rows_in_float64(shape: tuple[int, int]) -> None:
+    """Each of the sums adds at most half a unit in the last place of float32."""
+    weight = random_weight(shape, np.uint16)
+    bias = random_rows(1, shape[0], seed=3)[0]
+    linear, exact = rounding(weight, bias), as_float32(weight).astype(np.float64)
+    for num_rows in (0, *range(1, 18), 40):
+        x = random_rows(num_rows, shape[1])
+        near = rounded(x).astype(np.float64)
+        expected = near @ exact.T + bias
+        size = np.abs(near) @ np.abs(exact).T + np.abs(bias)
+        found = multiply(linear, x)
+        assert (np.abs(found - expected) <= size * (shape[1] + 2) * 2.0**-24).all(), num_rows
+        # And so of the rows as they were: rounding is off by 2^-8 of each at most.
+        wide = x.astype(np.float64) @ exact.T + bias
+        allowed = np.abs(x).astype(np.float64) @ np.abs(exact).T * 2.0**-8
+        assert (np.abs(found - wide) <= allowed + size * (shape[1] + 2) * 2.0**-24).all(), num_rows
+
+
+@needs_bfloat16_products
+@pytest.mark.parametrize("shape", [(17, 33), (576, 1536), (130, 65), (35, 4097)], ids=str)
+def test_a_rounded_row_is_the_same_bits_in_any_batch(shape: tuple[int, int]) -> None:
+    """Also where rows come in several blocks: 700 rows of 576 inputs do."""
+    linear = rounding(random_weight(shape, np.uint16), random_rows(1, shape[0], seed=3)[0])
+    x = random_rows(700 if shape[0] == 576 else 100, shape[1])
+    alone = np.concatenate([multiply(linear, x[row : row + 1]) for row in range(len(x))])
+    for num_rows in (*range(2, 26), 31, 64, 100, len(x)):
+        assert np.array_equal(multiply(linear, x[:num_rows]), alone[:num_rows]), num_rows
+
+
+@needs_bfloat16_products
+def test_rows_are_rounded_to_the_nearest_and_to_even() -> None:
+    """One input at a time, times 1: what comes out is what it was rounded to."""
+    one = np.float32(1.0)
+    ulp = np.float32(2.0**-7)
+    values = [one + ulp / 2, one + ulp * 3 / 2, one + ulp * 0.51, one - ulp / 8, -one - ulp / 2]
+    values += [3.0e38, 3.4e38, np.inf, -np.inf, 1e-38, 0.0]
+    expected = [1.0, 1.0 + 2 * ulp, 1.0 + ulp, 1.0, -1.0]
+    expected += [float(rounded(np.float32([3.0e38]))[0]), np.inf, np.inf, -np.inf]
+    # Subnormal: 1e-38 is taken for zero.
+    expected += [0.0, 0.0]
+    linear = rounding(bfloat16_bits(np.ones((1, 1))))
+    found = multiply(linear, np.array(values, np.float32)[:, None])[:, 0]
+    np.testing.assert_array_equal(found, np.array(expected, np.float32))
+    assert np.isnan(multiply(linear, np.full((1, 1), np.nan, np.float32))).all()
+
+
+@needs_bfloat16_products
+def test_rounded_whole_numbers_are_exact_and_a_flaw_stays_in_its_row() -> None:
+    rng = np.random.default_rng(4)
+    weight = rng.integers(-8, 9, (53, 77)).astype(np.float32)
+    x = rng.integers(-8, 9, (19, 77)).astype(np.float32)
+    bias = np.arange(53, dtype=np.float32)
+    linear, expected = rounding(bfloat16_bits(weight), bias), x @ weight.T + bias
+    assert np.array_equal(multiply(linear, x), expected)
+    x[5, 76] = np.inf
+    found, is_other = multiply(linear, x), np.arange(19) != 5
+    assert np.array_equal(found[is_other], expected[is_other])
+    assert not np.isfinite(found[5]).any()
+
+
+def test_only_weights_of_bfloat16_are_multiplied_by_rounded_rows() -> None:
+    for weight in (np.zeros((4, 4), np.float32), np.zeros((4, 4), np.int8)):
+        scale = np.ones(4, np.float32) if weight.dtype == np.int8 else None
+        with pytest.raises(ValueError, match="rounded"):
+            CompiledLinear(LIBRARY, weight, None, scale=scale, is_rounding=True)
+
+
+def test_this_machine_rounds_rows_where_it_has_the_instruction() -> None:
+    assert native.kernels().has_bfloat16_products == ("avx512_bf16" in ISAS)
 
 
 def test_takes_a_strided_weight() -> None:
