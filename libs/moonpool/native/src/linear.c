@@ -15,7 +15,8 @@
  * with zeros, and so is a last step that is not full: 64 bytes, which hold 16 outputs of 1, 2 or 4 inputs.
  *
  * Reading from memory and computing overlap only because each pass over a panel, of which several rows
- * need more than one, fetches its share of the panel that is next: ten rows then cost hardly twice one.
+ * need more than one, fetches its share of the panel that is next: ten rows then cost hardly twice one. With vectors
+ * of 64 bytes each pass fetches all of the next ones, into the second-level cache.
  *
  * Order of summation: an output is one chain of float32 multiply-adds over the inputs in order, from
  * zero, times the scale if there is one; then the bias is added. The number of rows, the tile and the width of a vector do not enter, so a
@@ -28,22 +29,35 @@
 
 enum {
     STEP_BYTES = 4 * MP_LINEAR_PANEL,
-    MAX_ROWS = 5,
+    /* A tile's sums and what they are made of stay in registers: 32 of 64 bytes, or 16 of less. */
+    MAX_ROWS = MP_VECTOR_BYTES == 64 ? 8 : 5,
     MAX_VECTORS = 8,
     /* Inputs of this size stay in the second-level cache while the whole weight passes by. */
     BLOCK_BYTES = 192 * 1024,
 };
 
-/* Vectors of outputs that are summed at once: enough chains to hide the latency of an addition. */
-static int widest(int64_t num_rows)
+/*
+ * Vectors of outputs that are summed at once: enough chains to hide the latency of an addition. Where a vector is
+ * a panel, one or two rows take panel after panel and leave fetching to the machine, which reads one stream
+ * faster than several; int8 comes too slowly for one chain.
+ */
+static int widest(int64_t format, int64_t num_rows, int64_t left)
 {
-    return num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2;
+#if MP_VECTOR_BYTES == 64
+    return left < 3 || (num_rows <= 2 && format != MP_INT8) ? 1 : 3;
+#else
+    (void)format;
+    int num_vectors = num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2;
+    while (num_vectors > left)
+        num_vectors /= 2;
+    return num_vectors;
+#endif
 }
 
-/* What a pass fetches for the one after it: byte `i * step_bytes` of each panel in its step i. */
+/* What a pass fetches of the panels after its own: in its step i a line for each of its panels. */
 typedef struct {
     const uint8_t *at;
-    int64_t step_bytes;
+    int64_t per_step, per_panel;
 } ahead;
 
 /* Inputs that a step holds. */
@@ -71,7 +85,7 @@ MP_INLINE void add_step(floats sum[MAX_ROWS][MAX_VECTORS], int format, int num_i
                         int num_vectors, const uint8_t *const *at, int64_t offset, const float *x,
                         int64_t stride)
 {
-    if (num_vectors > 2) { /* vector after vector: there are more of them than registers */
+    if (num_vectors > 3) { /* vector after vector: there are more of them than registers */
         MP_UNROLL
         for (int v = 0; v < num_vectors; v++) {
             MP_UNROLL
@@ -106,11 +120,14 @@ static int64_t bytes_of_panel(const mp_linear *linear)
     return (linear->num_in + per_step - 1) / per_step * STEP_BYTES;
 }
 
-MP_INLINE void fetch(int num_vectors, ahead next, int64_t panel_bytes, int64_t step)
+MP_INLINE void fetch(int num_vectors, ahead next, int64_t step)
 {
+    if (MP_VECTOR_BYTES == 64 && num_vectors == 1)
+        return;
     MP_UNROLL
-    for (int lane = 0; lane < num_vectors * LANES; lane += MP_LINEAR_PANEL)
-        __builtin_prefetch(next.at + lane / MP_LINEAR_PANEL * panel_bytes + step * next.step_bytes);
+    for (int panel = 0; panel < num_vectors * LANES / MP_LINEAR_PANEL; panel++)
+        __builtin_prefetch(next.at + panel * next.per_panel + step * next.per_step, 0,
+                           MP_VECTOR_BYTES == 64 ? 2 : 3);
 }
 
 MP_INLINE void store(float *y, floats value, int64_t count)
@@ -148,12 +165,12 @@ MP_INLINE void tile(const mp_linear *linear, int format, int num_rows, int num_v
             sum[r][v] = (floats){0};
     }
     for (int64_t i = 0; i < num_steps; i++) {
-        fetch(num_vectors, next, panel_bytes, i);
+        fetch(num_vectors, next, i);
         add_step(sum, format, per_step, num_rows, num_vectors, at, i * STEP_BYTES,
                  x + i * per_step, num_in);
     }
     if (num_steps * per_step < num_in) {
-        fetch(num_vectors, next, panel_bytes, num_steps);
+        fetch(num_vectors, next, num_steps);
         add_step(sum, format, (int)(num_in % per_step), num_rows, num_vectors, at,
                  num_steps * STEP_BYTES, x + num_steps * per_step, num_in);
     }
@@ -176,11 +193,12 @@ MP_INLINE void tile(const mp_linear *linear, int format, int num_rows, int num_v
 }
 
 /* One function for each size of tile: (rows, vectors). A single vector is what wide ones may leave over. */
-#define NARROW_TILES(X) X(1, 8) X(1, 4) X(1, 2) X(2, 4) X(2, 2) X(3, 2) X(4, 2) X(5, 2)
 #if MP_VECTOR_BYTES == 64
-#define TILES(X) NARROW_TILES(X) X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1)
+#define TILES(X)                                                   \
+    X(1, 1) X(2, 1) X(3, 1) X(4, 1) X(5, 1) X(6, 1) X(7, 1) X(8, 1) \
+    X(1, 3) X(2, 3) X(3, 3) X(4, 3) X(5, 3) X(6, 3) X(7, 3) X(8, 3)
 #else
-#define TILES(X) NARROW_TILES(X)
+#define TILES(X) X(1, 8) X(1, 4) X(1, 2) X(2, 4) X(2, 2) X(3, 2) X(4, 2) X(5, 2)
 #endif
 
 #define DEFINE_TILE(rows, vectors)                                                             \
@@ -255,17 +273,20 @@ static void multiply(const mp_linear *linear, const float *x, int64_t num_rows, 
     const int64_t panel_bytes = bytes_of_panel(linear);
     const int64_t num_panels = (linear->num_out + MP_LINEAR_PANEL - 1) / MP_LINEAR_PANEL;
     const int64_t total = num_panels * (MP_LINEAR_PANEL / LANES);
-    /* As equal as possible: 8 rows are 4 and 4, not 5 and 3. */
+    /* As equal as possible: 8 rows are 4 and 4, not 5 and 3, where a tile has 5. */
     const int64_t num_parts = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     int num_vectors;
     for (int64_t vector = 0; vector < total; vector += num_vectors) {
-        num_vectors = widest(num_rows);
-        while (num_vectors > total - vector)
-            num_vectors /= 2;
+        num_vectors = widest(linear->format, num_rows, total - vector);
         /* After the last tile there is nothing: a fetch of what is not there does nothing. */
         ahead next = {.at = (const uint8_t *)linear->panels + (vector + num_vectors) * LANES /
                                                                   MP_LINEAR_PANEL * panel_bytes,
-                      .step_bytes = STEP_BYTES / num_parts};
+                      .per_step = STEP_BYTES / num_parts,
+                      .per_panel = panel_bytes};
+        if (MP_VECTOR_BYTES == 64) { /* line by line of one run, in each pass */
+            next.per_step = num_vectors * STEP_BYTES;
+            next.per_panel = STEP_BYTES;
+        }
         int64_t row = 0;
         for (int64_t part = 0; part < num_parts; part++) {
             const int64_t count = num_rows / num_parts + (part < num_rows % num_parts);
@@ -274,7 +295,8 @@ static void multiply(const mp_linear *linear, const float *x, int64_t num_rows, 
             if (largest)
                 survey(linear, count, num_vectors, vector, y + row * linear->num_out,
                        largest + row * num_panels);
-            next.at += panel_bytes / num_parts;
+            if (MP_VECTOR_BYTES < 64)
+                next.at += panel_bytes / num_parts;
             row += count;
         }
     }
