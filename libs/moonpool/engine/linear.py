@@ -1,21 +1,21 @@
 """Linear: one weight matrix, packed once for whoever multiplies by it on this CPU.
 
-A CPU without bfloat16 arithmetic: the C library (native/src/linear.c), for any number of rows. It keeps
-a weight of bfloat16 in 2 bytes and expands it in registers, and one of float32 in 4. A step of few rows
-is bound by reading the weights once, and many rows are multiplied as fast as oneDNN multiplies float32.
-A row's result does not depend on the other rows. It works in one thread (threads.py).
+Float32 arithmetic: the C library (native/src/linear.c), for any number of rows. It keeps a weight of bfloat16
+in 2 bytes and expands it in registers, and one of float32 in 4. A step of few rows is bound by reading the
+weights once, and many rows are multiplied as fast as oneDNN multiplies float32. A row's result does not depend
+on the other rows. It works in one thread (threads.py).
 
-A CPU with AVX512-BF16: the C library too, for weights of bfloat16 whose products are wanted in bfloat16
-(native/src/bfloat16_linear.c). Rows come and go in float32 and are rounded for the product alone, so what stands
-between products is computed as on other CPUs.
+Bfloat16 arithmetic, of weights of bfloat16, on a CPU with AVX512-BF16: the C library too
+(native/src/bfloat16_linear.c), with the same promise. Rows come and go in float32 and are rounded for the product
+alone, so what stands between products is computed as in float32.
 
 A weight may be rounded to int8, which is what each output's largest weight is 127 of (Quantization). The C
 library keeps it in 1 byte on any CPU, since what a decode step waits for is reading it; without that
 library its values are kept as others are.
 
-Otherwise oneDNN: a weight is packed once, so that no step reorders it. One row of float32 is as fast as
-memory only along the longer side of the matrix: for that a second, plain copy is kept (8 bytes a
-weight). bfloat16 needs no copy. What oneDNN does not pack on this CPU stays a plain matrix.
+Otherwise, or without the C library, oneDNN: a weight is packed once, so that no step reorders it. One row of
+float32 is as fast as memory only along the longer side of the matrix: for that a second, plain copy is kept
+(8 bytes a weight). bfloat16 needs no copy. What oneDNN does not pack on this CPU stays a plain matrix.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _native(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, kernels: Kernels, *, is_rounding: bool
 ) -> PackedLinear | None:
-    if dtype is not torch.float32 or (has_native_bfloat16() and not is_rounding):
+    if dtype is not torch.float32:
         return None
     bits = weight.contiguous()
     return kernels.pack_linear(
