@@ -15,7 +15,7 @@ from moonpool.native.geometry import ByteArray, LeafGeometry, RangeError
 from moonpool.native.kernels import CopyCancelledError
 
 #: MP_ABI_VERSION of src/moonpool_native.h.
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 _RANGE_ERRORS = {1: "span", 2: "block of leaf", 3: "layer of leaf", 6: "slot of tail", 9: "row"}
 _LEAF_ORDER, _BAD_GEOMETRY, _CLOSED, _SYSTEM = 4, 5, 7, 8
@@ -233,6 +233,7 @@ def load_library(path: Path) -> NativeLibrary:
         mp_multiply_bfloat16=(None, pointer, pointer, int64, pointer, pointer),
         mp_attend=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
         mp_attend_chunks=(None, pointer, int64, pointer, pointer, int64, pointer, pointer),
+        mp_attend_work=(int64, pointer, int64),
         mp_attend_chunks_work=(int64, pointer, int64),
         mp_gather=(None, pointer, pointer, ctypes.c_char_p, int64),
         mp_rms_norm=(None, pointer, pointer, ctypes.c_float, int64, int64, pointer),

@@ -29,8 +29,8 @@ _FLAGS = (
 )
 #: Files that are compiled for other instruction sets too; src/dispatch.c chooses at load time.
 _VARIED = (
-    *("attention", "bfloat16_linear", "chunk_attention", "copy", "leaf_digest", "linear"),
-    *("rows", "sample"),
+    *("attention", "bfloat16_attention", "bfloat16_linear", "chunk_attention", "copy"),
+    *("leaf_digest", "linear", "rows", "sample"),
 )
 _AVX512 = ("-mavx512f", "-mavx2", "-mfma")
 _X86_VARIANTS = (

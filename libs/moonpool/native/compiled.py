@@ -166,12 +166,25 @@ class CompiledKernels:
         )
 
     def paged_attention(
-        self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
+        self,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        *,
+        group_size: int,
+        is_bfloat16: bool,
+        is_rounding: bool = False,
     ) -> PagedAttention | None:
         if geometry.token_bytes % (32 if is_bfloat16 else 64):
             return None
+        if is_rounding and not (is_bfloat16 and self.has_bfloat16_products):
+            return None
         return CompiledAttention(
-            self._library, pool, geometry, group_size=group_size, is_bfloat16=is_bfloat16
+            self._library,
+            pool,
+            geometry,
+            group_size=group_size,
+            is_bfloat16=is_bfloat16,
+            is_rounding=is_rounding,
         )
 
     def gather(self, pool: ByteArray, spans: Int64Array) -> Gathering:

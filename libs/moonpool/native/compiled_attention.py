@@ -1,4 +1,4 @@
-"""PagedAttention in C: see src/attention.c and src/chunk_attention.c."""
+"""PagedAttention in C: src/attention.c and src/chunk_attention.c, or src/bfloat16_attention.c for both."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moonpool.native.binding import (
 )
 from moonpool.native.geometry import ByteArray, Int32Array, Int64Array, LeafGeometry
 
-#: Query heads whose scores lie side by side (MAX_QUERIES of src/attention.c).
-_MAX_QUERIES = 3
 #: Lanes of the widest vector: what a head must be made of.
 _MAX_LANES = 16
+#: The variant of machines that multiply bfloat16.
+_ROUNDING_ISA = "avx512_bf16"
 _INT32_BYTES = np.dtype(np.int32).itemsize
 _INT64_BYTES = np.dtype(np.int64).itemsize
 
@@ -36,9 +36,17 @@ class CompiledAttention:
         *,
         group_size: int,
         is_bfloat16: bool,
+        is_rounding: bool = False,
         isa: str | None = None,
     ) -> None:
-        """`isa` names a variant of src/dispatch.c; by default the one that suits this machine."""
+        """`isa` names a variant of src/dispatch.c; by default the one that suits this machine.
+
+        `is_rounding` only for a pool of bfloat16 where the library has such products.
+        """
+        if is_rounding:
+            if not is_bfloat16 or isa not in (None, _ROUNDING_ISA):
+                raise ValueError("products of bfloat16 need a pool of it, and a CPU that has them")
+            isa = "bfloat16"
         geometry.validate()
         head_dim = geometry.token_bytes // (2 if is_bfloat16 else 4)
         if geometry.num_planes != 2 or head_dim % _MAX_LANES or head_dim == 0 or group_size < 1:
@@ -54,7 +62,6 @@ class CompiledAttention:
             is_bfloat16=is_bfloat16,
             scale=head_dim**-0.5,
         )
-        self._library = library
         self._result = ResultStruct()
         #: All rows for their last queries; rows of one query; the others.
         self._rows, self._decodes, self._chunks = (AttentionRowsStruct() for _ in range(3))
@@ -63,6 +70,9 @@ class CompiledAttention:
         self._work_address = 0
         self._attend = library.kernel("mp_attend", isa)
         self._attend_chunks = library.kernel("mp_attend_chunks", isa)
+        work_isa = "bfloat16" if is_rounding else None  # of the others all work in as much
+        self._attend_work = library.kernel("mp_attend_work", work_isa)
+        self._attend_chunks_work = library.kernel("mp_attend_chunks_work", work_isa)
 
     def plan(
         self,
@@ -81,10 +91,10 @@ class CompiledAttention:
         if not 0 <= num_decode_rows <= num_rows:
             raise ValueError(f"{num_decode_rows} of {num_rows} rows")
         max_length = -(-int(lengths.max(initial=1)) // _MAX_LANES) * _MAX_LANES
-        self._grow(_MAX_QUERIES * max_length)
+        attention = ctypes.byref(self._attention)
+        self._grow(self._attend_work(attention, max_length))
         if num_decode_rows < num_rows:
-            attention = ctypes.byref(self._attention)
-            self._grow(self._library.working.mp_attend_chunks_work(attention, max_length))
+            self._grow(self._attend_chunks_work(attention, max_length))
         self._planned = (qo_indptr, indptr, indices, lengths)
         qo, offsets, blocks = (address_of(one, np.int32) for one in (qo_indptr, indptr, indices))
         all_lengths = address_of(lengths, np.int64)

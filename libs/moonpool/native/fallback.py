@@ -127,7 +127,13 @@ class FallbackKernels:
         return None
 
     def paged_attention(
-        self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
+        self,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        *,
+        group_size: int,
+        is_bfloat16: bool,
+        is_rounding: bool = False,
     ) -> PagedAttention | None:
         return None
 

@@ -355,7 +355,7 @@ class Kernels(Protocol):
 
     @property
     def has_bfloat16_products(self) -> bool:
-        """True if `pack_linear` can round rows: the C library on a CPU with AVX512-BF16."""
+        """True if `pack_linear` and `paged_attention` can round: the C library on a CPU with AVX512-BF16."""
         ...
 
     def pack_linear(
@@ -380,11 +380,23 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, pool: ByteArray, geometry: LeafGeometry, *, group_size: int, is_bfloat16: bool
+        self,
+        pool: ByteArray,
+        geometry: LeafGeometry,
+        *,
+        group_size: int,
+        is_bfloat16: bool,
+        is_rounding: bool = False,
     ) -> PagedAttention | None:
         """`group_size` query heads share a KV head; the planes hold K, then V.
 
-        None without the C library, and for heads that are not whole vectors of 16.
+        Args:
+            is_bfloat16: What the pool holds; else float32.
+            is_rounding: Queries, and the weights of values, are rounded to bfloat16 and multiplied as such,
+                added in float32. Else all arithmetic is float32.
+
+        None without the C library, and for heads that are not whole vectors of 16. With `is_rounding` None
+        for a pool of float32 as well, and without `has_bfloat16_products`.
         """
         ...
 

@@ -14,10 +14,10 @@
 #include "attention.h"
 
 enum {
-    MAX_QUERIES = 3, /* query heads at once */
-    MAX_TOKENS = 4,  /* keys at once */
-    MAX_VECTORS = 4, /* vectors of a value at once */
-    AHEAD = 4,       /* blocks whose keys are fetched before they are used */
+    MAX_QUERIES = MP_ATTEND_QUERIES, /* query heads at once */
+    MAX_TOKENS = 4,                  /* keys at once */
+    MAX_VECTORS = 4,                 /* vectors of a value at once */
+    AHEAD = 4,                       /* blocks whose keys are fetched before they are used */
 };
 
 /* What one KV head of one row needs. */

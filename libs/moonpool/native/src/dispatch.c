@@ -115,6 +115,12 @@ MP_EXPORT void mp_attend_chunks(const mp_attention *attention, int64_t layer,
     attend_chunks(attention, layer, rows, query, query_stride, out, result);
 }
 
+MP_EXPORT int64_t mp_attend_work(const mp_attention *attention, int64_t max_length)
+{
+    (void)attention;
+    return MP_ATTEND_QUERIES * max_length;
+}
+
 MP_EXPORT int64_t mp_attend_chunks_work(const mp_attention *attention, int64_t max_length)
 {
     return mp_chunks_work(attention, max_length);

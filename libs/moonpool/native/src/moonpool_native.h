@@ -24,7 +24,7 @@
 #define MP_EXPORT __attribute__((visibility("default")))
 
 /* Raised whenever a signature or a struct changes; native/binding.py has the same number. */
-#define MP_ABI_VERSION 12
+#define MP_ABI_VERSION 13
 
 enum {
     MP_OK = 0,
@@ -187,9 +187,10 @@ typedef struct {
     const int32_t *indptr;    /* int32[num_rows + 1] */
     const int32_t *indices;   /* int32[num_indices]: the blocks of row r from indptr[r] on */
     const int64_t *lengths;   /* int64[num_rows]: tokens that the row's last query sees */
-    float *work;              /* float[3, max_length], or of mp_chunks_work, to work in */
+    float *work;              /* of mp_attend_work or mp_attend_chunks_work floats, to work in */
 } mp_attention_rows;
 
+enum { MP_ATTEND_QUERIES = 3 }; /* whose scores lie side by side in attention.c */
 enum { MP_CHUNK_LINES = 24, MP_CHUNK_TOKENS = 4 };
 
 /* Floats of a row's keys, or values, in chunk_attention.c. */
