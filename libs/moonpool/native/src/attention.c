@@ -33,7 +33,7 @@ typedef struct {
 MP_INLINE void fetch(const uint8_t *at, int64_t num_bytes)
 {
     for (int64_t i = 0; i < num_bytes; i += 64)
-        __builtin_prefetch(at + i);
+        __builtin_prefetch(at + i, 0, 2);
 }
 
 /* scores[q][t] for `num_tokens` keys from `key` on. */

@@ -27,6 +27,7 @@ enum {
     TILE_LINES = 24,
     SEGMENT = 256, /* tokens under one largest score */
     STEP = 64,     /* tokens whose keys, or values, are used at once */
+    AHEAD = 4,     /* groups that are fetched before they are packed for many tiles */
     GROUP = 16,    /* tokens that are packed at once: lanes */
     STEP_GROUPS = STEP / GROUP,
     MAX_LINES = 6,   /* at once */
@@ -44,12 +45,19 @@ typedef struct {
     int64_t length; /* tokens */
 } head;
 
+/* Whose keys are packed next, and from which token on. `plane` is NULL behind the last. */
+typedef struct {
+    const uint8_t *plane;
+    const int32_t *blocks;
+    int64_t length, first;
+} following;
+
 /* Some lines of one KV head, and the memory to work on them in. */
 typedef struct {
     int64_t head_dim;
     int64_t num_lines;
     int64_t num_seen[TILE_LINES]; /* tokens, never less than those of the line before */
-    float largest[TILE_LINES];    /* score so far */
+    float *largest;               /* float[TILE_LINES]: score so far */
     uint16_t *query;              /* bfloat16[TILE_LINES, head_dim] */
     uint16_t *weights;            /* bfloat16[TILE_LINES, SEGMENT] */
     float *scores;                /* float[TILE_LINES, SEGMENT] */
@@ -57,7 +65,6 @@ typedef struct {
     float *sums;                  /* float[TILE_LINES, head_dim]: of weighted values so far */
     uint8_t *keys;                /* packed: of a step, or of all tokens if `is_packed` */
     uint8_t *values;
-    int has_room; /* for all of a row's */
     int is_packed;
 } tile;
 
@@ -67,9 +74,15 @@ static inline int64_t run_floats(const mp_attention *a, int64_t num_tokens)
     return (num_tokens + STEP - 1) / STEP * STEP * a->head_dim / 2;
 }
 
+static inline int64_t num_kv_heads(const mp_attention *a)
+{
+    return a->geometry.plane_bytes / (a->geometry.block_size * a->geometry.token_bytes);
+}
+
+/* Floats of a line: its scores and weights; for each KV head, query, totals, sums and largest. */
 static inline int64_t line_floats(const mp_attention *a)
 {
-    return a->head_dim / 2 + SEGMENT / 2 + SEGMENT + LANES + a->head_dim;
+    return SEGMENT + SEGMENT / 2 + num_kv_heads(a) * (a->head_dim / 2 + LANES + a->head_dim + 1);
 }
 
 MP_INLINE __m512bh broadcast_pair(const uint16_t *at)
@@ -122,16 +135,16 @@ MP_INLINE void interleave(const uint8_t *at, int64_t stride, uint8_t *to, int64_
 MP_INLINE void fetch(const uint8_t *at, int64_t num_bytes)
 {
     for (int64_t i = 0; i < num_bytes; i += 64)
-        __builtin_prefetch(at + i);
+        __builtin_prefetch(at + i, 0, 2);
 }
 
 /* Fetches a group that will be packed later, if there is one. */
-MP_INLINE void fetch_group(const head *h, const uint8_t *plane, int64_t first)
+MP_INLINE void fetch_group(const mp_geometry *g, const uint8_t *plane, const int32_t *blocks,
+                           int64_t length, int64_t first)
 {
-    const mp_geometry *g = &h->attention->geometry;
-    if (first >= h->length)
+    if (first >= length)
         return;
-    const int64_t at = h->blocks[first / g->block_size] * g->block_stride;
+    const int64_t at = blocks[first / g->block_size] * g->block_stride;
     fetch(plane + at + first % g->block_size * g->token_bytes, GROUP * g->token_bytes);
 }
 
@@ -175,35 +188,40 @@ MP_INLINE void pack_group(const head *h, const uint8_t *plane, int64_t first, in
 static void pack_all(const head *h, uint8_t *keys, uint8_t *values)
 {
     for (int64_t first = 0; first < h->length; first += GROUP) {
-        const int64_t at = first * h->attention->geometry.token_bytes;
-        fetch_group(h, h->keys, first + 4 * GROUP);
-        fetch_group(h, h->values, first + 4 * GROUP);
+        const mp_geometry *g = &h->attention->geometry;
+        const int64_t at = first * g->token_bytes;
+        fetch_group(g, h->keys, h->blocks, h->length, first + AHEAD * GROUP);
+        fetch_group(g, h->values, h->blocks, h->length, first + AHEAD * GROUP);
         pack_group(h, h->keys, first, 0, keys + at);
         pack_group(h, h->values, first, 1, values + at);
     }
 }
 
-/* Keys of tokens [first, end), at most a step, and word that their values and later keys are wanted. */
+/* Keys of tokens [first, end), at most a step; their values are fetched meanwhile. */
 static const uint8_t *keys_of(const tile *tile, const head *h, int64_t first, int64_t end)
 {
-    const int64_t token_bytes = h->attention->geometry.token_bytes;
+    const mp_geometry *g = &h->attention->geometry;
     if (tile->is_packed)
-        return tile->keys + first * token_bytes;
+        return tile->keys + first * g->token_bytes;
     for (int64_t at = first; at < end; at += GROUP) {
-        fetch_group(h, h->values, at);
-        pack_group(h, h->keys, at, 0, tile->keys + (at - first) * token_bytes);
+        fetch_group(g, h->values, h->blocks, h->length, at);
+        pack_group(h, h->keys, at, 0, tile->keys + (at - first) * g->token_bytes);
     }
     return tile->keys;
 }
 
-static const uint8_t *values_of(const tile *tile, const head *h, int64_t first, int64_t end)
+/* Values of tokens [first, end), which begin at `token` of the segment; the next keys are fetched. */
+static const uint8_t *values_of(const tile *tile, const head *h, int64_t first, int64_t end,
+                                int64_t token, const following *next)
 {
-    const int64_t token_bytes = h->attention->geometry.token_bytes;
+    const mp_geometry *g = &h->attention->geometry;
     if (tile->is_packed)
-        return tile->values + first * token_bytes;
+        return tile->values + first * g->token_bytes;
     for (int64_t at = first; at < end; at += GROUP) {
-        fetch_group(h, h->keys, at + SEGMENT);
-        pack_group(h, h->values, at, 1, tile->values + (at - first) * token_bytes);
+        if (next->plane)
+            fetch_group(g, next->plane, next->blocks, next->length,
+                        next->first + token + at - first);
+        pack_group(h, h->values, at, 1, tile->values + (at - first) * g->token_bytes);
     }
     return tile->values;
 }
@@ -296,7 +314,7 @@ MP_INLINE __m512 power_of_two(__m512 x)
  * A line's weights for the first `num_tokens` of a segment, of which there is one: exponentials of its scores
  * beside the largest so far. What the segments before gave is scaled to that one.
  */
-static void soften_segment(tile *tile, int64_t line, int64_t num_tokens, float factor)
+static void soften_segment(const tile *tile, int64_t line, int64_t num_tokens, float factor)
 {
     float *scores = tile->scores + line * SEGMENT, *totals = tile->totals + line * LANES;
     float *sums = tile->sums + line * tile->head_dim;
@@ -427,63 +445,136 @@ static void mix_step(const tile *tile, int64_t begin, int64_t token, const uint8
 
 /* -- tiles -- */
 
-static void attend_tile(tile *tile, const head *h, float factor)
+/* Tokens [segment, segment + SEGMENT) of one KV head. */
+static void attend_segment(const tile *tile, const head *h, int64_t segment, const following *next)
 {
-    const int64_t num_tokens = tile->num_seen[tile->num_lines - 1];
-    memset(tile->sums, 0, sizeof(float) * (size_t)(tile->num_lines * tile->head_dim));
-    memset(tile->totals, 0, sizeof(float) * (size_t)(tile->num_lines * LANES));
-    for (int64_t line = 0; line < tile->num_lines; line++)
-        tile->largest[line] = -FLT_MAX;
-    for (int64_t segment = 0; segment < num_tokens; segment += SEGMENT) {
-        const int64_t left = num_tokens - segment, count = left < SEGMENT ? left : SEGMENT;
-        for (int64_t token = 0; token < count; token += STEP) {
-            const int64_t end = token + STEP < count ? token + STEP : count;
-            score_step(tile, token, keys_of(tile, h, segment + token, segment + end));
-        }
-        for (int64_t line = 0; line < tile->num_lines; line++) {
-            const int64_t seen = tile->num_seen[line] - segment;
-            if (seen > 0)
-                soften_segment(tile, line, seen < SEGMENT ? seen : SEGMENT, factor);
-        }
-        for (int64_t token = 0; token < count; token += STEP) {
-            const int64_t end = token + STEP < count ? token + STEP : count;
-            mix_step(tile, segment + token, token,
-                     values_of(tile, h, segment + token, segment + end));
-        }
+    const float factor = h->attention->scale * 1.44269504088896341f; /* powers of two, not of e */
+    const int64_t left = tile->num_seen[tile->num_lines - 1] - segment;
+    const int64_t count = left < SEGMENT ? left : SEGMENT;
+    for (int64_t token = 0; token < count; token += STEP) {
+        const int64_t end = token + STEP < count ? token + STEP : count;
+        score_step(tile, token, keys_of(tile, h, segment + token, segment + end));
+    }
+    for (int64_t line = 0; line < tile->num_lines; line++) {
+        const int64_t seen = tile->num_seen[line] - segment;
+        if (seen > 0)
+            soften_segment(tile, line, seen < SEGMENT ? seen : SEGMENT, factor);
+    }
+    for (int64_t token = 0; token < count; token += STEP) {
+        const int64_t end = token + STEP < count ? token + STEP : count;
+        mix_step(tile, segment + token, token,
+                 values_of(tile, h, segment + token, segment + end, token, next));
     }
 }
 
-/* The last `num_queries` tokens of one row and KV head; `query` and `out` are of the first of them. */
-static void attend_head(tile *tile, const head *h, int64_t num_queries, const float *query,
-                        int64_t query_stride, float *out, int64_t out_stride)
+/* Queries of one row, and where their results go; of the first token, KV head 0. */
+typedef struct {
+    const float *query;
+    float *out;
+    int64_t query_stride, out_stride;
+    int64_t num_queries;
+} row;
+
+/* The tile of a KV head, whose lines are not those of the others. */
+static tile tile_of(const tile *first, const mp_attention *a, int64_t kv_head)
+{
+    tile one = *first;
+    one.query += kv_head * TILE_LINES * a->head_dim;
+    one.sums += kv_head * TILE_LINES * a->head_dim;
+    one.totals += kv_head * TILE_LINES * LANES;
+    one.largest += kv_head * TILE_LINES;
+    return one;
+}
+
+/* Lines from `first` on, the same of each KV head. */
+static void see(tile *tile, const mp_attention *a, const row *r, int64_t first, int64_t length)
+{
+    const int64_t num_lines = r->num_queries * a->group_size - first;
+    tile->num_lines = num_lines < TILE_LINES ? num_lines : TILE_LINES;
+    for (int64_t line = 0; line < tile->num_lines; line++)
+        tile->num_seen[line] = length - r->num_queries + (first + line) / a->group_size + 1;
+}
+
+/* Before it has seen anything. */
+static void begin_tile(const tile *tile, const mp_attention *a, const row *r, int64_t kv_head,
+                       int64_t first)
+{
+    const int64_t head_dim = a->head_dim;
+    for (int64_t line = 0; line < tile->num_lines; line++) {
+        const int64_t token = (first + line) / a->group_size;
+        const int64_t query_head = kv_head * a->group_size + (first + line) % a->group_size;
+        const float *from = r->query + token * r->query_stride + query_head * head_dim;
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            _mm256_storeu_si256((__m256i *)(tile->query + line * head_dim + d),
+                                (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + d)));
+        tile->largest[line] = -FLT_MAX;
+    }
+    memset(tile->sums, 0, sizeof(float) * (size_t)(tile->num_lines * head_dim));
+    memset(tile->totals, 0, sizeof(float) * (size_t)(tile->num_lines * LANES));
+}
+
+static void end_tile(const tile *tile, const mp_attention *a, const row *r, int64_t kv_head,
+                     int64_t first)
+{
+    const int64_t head_dim = a->head_dim;
+    for (int64_t line = 0; line < tile->num_lines; line++) {
+        const int64_t token = (first + line) / a->group_size;
+        const int64_t query_head = kv_head * a->group_size + (first + line) % a->group_size;
+        float *to = r->out + token * r->out_stride + query_head * head_dim;
+        const float total = sum_of_lanes((floats)_mm512_loadu_ps(tile->totals + line * LANES));
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            *(stored_floats *)(to + d) =
+                *(const stored_floats *)(tile->sums + line * head_dim + d) / total;
+    }
+}
+
+/* All tiles of a KV head, whose keys and values are packed once for them. */
+static void attend_packed(tile *tile, const head *h, const row *r, int64_t kv_head)
 {
     const mp_attention *a = h->attention;
-    const int64_t head_dim = a->head_dim, group_size = a->group_size;
-    const int64_t num_lines = num_queries * group_size;
-    const float factor = a->scale * 1.44269504088896341f; /* exponentials are powers of two */
-    tile->is_packed = tile->has_room && num_lines > TILE_LINES;
-    if (tile->is_packed)
-        pack_all(h, tile->keys, tile->values);
-    for (int64_t first = 0; first < num_lines; first += TILE_LINES) {
-        float *to[TILE_LINES];
-        tile->num_lines = num_lines - first < TILE_LINES ? num_lines - first : TILE_LINES;
-        for (int64_t line = 0; line < tile->num_lines; line++) {
-            const int64_t token = (first + line) / group_size, one = (first + line) % group_size;
-            const float *from = query + token * query_stride + one * head_dim;
-            for (int64_t d = 0; d < head_dim; d += LANES)
-                _mm256_storeu_si256((__m256i *)(tile->query + line * head_dim + d),
-                                    (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + d)));
-            to[line] = out + token * out_stride + one * head_dim;
-            tile->num_seen[line] = h->length - num_queries + token + 1;
+    pack_all(h, tile->keys, tile->values);
+    for (int64_t first = 0; first < r->num_queries * a->group_size; first += TILE_LINES) {
+        see(tile, a, r, first, h->length);
+        begin_tile(tile, a, r, kv_head, first);
+        for (int64_t at = 0; at < tile->num_seen[tile->num_lines - 1]; at += SEGMENT)
+            attend_segment(tile, h, at, NULL);
+        end_tile(tile, a, r, kv_head, first);
+    }
+}
+
+/*
+ * One tile of each KV head. Segment after segment of all heads: those of a block lie side by side, on the
+ * same pages. `first_head` is KV head 0, and `next` what comes after the row.
+ */
+static void attend_heads(tile *tiles, const head *first_head, const row *r, int64_t first,
+                         const following *next)
+{
+    const mp_attention *a = first_head->attention;
+    const int64_t head_bytes = a->geometry.block_size * a->geometry.token_bytes;
+    const int64_t num_heads = num_kv_heads(a);
+    see(tiles, a, r, first, first_head->length);
+    for (int64_t kv_head = 0; kv_head < num_heads; kv_head++) {
+        const tile tile = tile_of(tiles, a, kv_head);
+        begin_tile(&tile, a, r, kv_head, first);
+    }
+    for (int64_t at = 0; at < first_head->length; at += SEGMENT)
+        for (int64_t kv_head = 0; kv_head < num_heads; kv_head++) {
+            head h = *first_head;
+            h.keys += kv_head * head_bytes;
+            h.values += kv_head * head_bytes;
+            following then = {h.keys + head_bytes, h.blocks, h.length, at};
+            if (kv_head + 1 == num_heads) {
+                then.plane = first_head->keys;
+                then.first = at + SEGMENT;
+                if (then.first >= h.length)
+                    then = *next;
+            }
+            const tile tile = tile_of(tiles, a, kv_head);
+            attend_segment(&tile, &h, at, &then);
         }
-        attend_tile(tile, h, factor);
-        for (int64_t line = 0; line < tile->num_lines; line++) {
-            const float total =
-                sum_of_lanes((floats)_mm512_loadu_ps(tile->totals + line * LANES));
-            for (int64_t d = 0; d < head_dim; d += LANES)
-                *(stored_floats *)(to[line] + d) =
-                    *(const stored_floats *)(tile->sums + line * head_dim + d) / total;
-        }
+    for (int64_t kv_head = 0; kv_head < num_heads; kv_head++) {
+        const tile tile = tile_of(tiles, a, kv_head);
+        end_tile(&tile, a, r, kv_head, first);
     }
 }
 
@@ -494,29 +585,43 @@ MP_INLINE void attend(const mp_attention *a, int64_t layer, const mp_attention_r
     if (!rows_are_valid(a, layer, rows, result))
         return;
     const mp_geometry *g = &a->geometry;
-    const int64_t head_bytes = g->block_size * g->token_bytes;
-    const int64_t num_kv_heads = g->plane_bytes / head_bytes;
-    const int64_t group_floats = a->group_size * a->head_dim;
+    const int64_t num_heads = num_kv_heads(a), head_floats = TILE_LINES * a->head_dim;
+    const int64_t out_stride = num_heads * a->group_size * a->head_dim;
+    const uint8_t *keys = a->pool + mp_leaf_offset(g, 0, layer);
     float *work = (float *)(((uintptr_t)rows->work + 63) & ~(uintptr_t)63);
-    tile tile = {.head_dim = a->head_dim, .has_room = !is_last_only};
+    tile tile = {.head_dim = a->head_dim};
     tile.scores = work;
     tile.weights = (uint16_t *)(tile.scores + TILE_LINES * SEGMENT);
-    tile.totals = (float *)(tile.weights + TILE_LINES * SEGMENT);
-    tile.sums = tile.totals + TILE_LINES * LANES;
-    tile.query = (uint16_t *)(tile.sums + TILE_LINES * a->head_dim);
-    tile.keys = (uint8_t *)(tile.query + TILE_LINES * a->head_dim);
+    tile.totals = tile.scores + TILE_LINES * SEGMENT / 2 * 3;
+    tile.sums = tile.totals + num_heads * TILE_LINES * LANES;
+    tile.query = (uint16_t *)(tile.sums + num_heads * head_floats);
+    tile.keys = (uint8_t *)(tile.query + num_heads * head_floats);
     tile.values = tile.keys + 4 * run_floats(a, is_last_only ? STEP : rows->max_length);
-    for (int64_t row = 0; row < rows->num_rows; row++) {
-        const int64_t end = rows->qo_indptr[row + 1];
-        const int64_t begin = is_last_only ? end - 1 : rows->qo_indptr[row];
-        for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
-            const uint8_t *keys = a->pool + mp_leaf_offset(g, 0, layer) + kv_head * head_bytes;
-            const head h = {a, keys, keys + g->plane_stride, rows->indices + rows->indptr[row],
-                            rows->lengths[row]};
-            attend_head(&tile, &h, end - begin, query + begin * query_stride + kv_head * group_floats,
-                        query_stride, out + (begin * num_kv_heads + kv_head) * group_floats,
-                        num_kv_heads * group_floats);
+    tile.largest = (float *)(tile.values + (tile.values - tile.keys));
+    for (int64_t i = 0; i < rows->num_rows; i++) {
+        const int64_t end = rows->qo_indptr[i + 1];
+        const int64_t begin = is_last_only ? end - 1 : rows->qo_indptr[i];
+        const head h = {a, keys, keys + g->plane_stride, rows->indices + rows->indptr[i],
+                        rows->lengths[i]};
+        const row r = {query + begin * query_stride, out + begin * out_stride, query_stride,
+                       out_stride, end - begin};
+        const int64_t num_lines = r.num_queries * a->group_size;
+        if (!is_last_only && num_lines > TILE_LINES) {
+            tile.is_packed = 1;
+            for (int64_t kv_head = 0; kv_head < num_heads; kv_head++) {
+                head one = h;
+                one.keys += kv_head * g->block_size * g->token_bytes;
+                one.values += kv_head * g->block_size * g->token_bytes;
+                attend_packed(&tile, &one, &r, kv_head);
+            }
+            continue;
         }
+        following next = {NULL, NULL, 0, 0};
+        if (i + 1 < rows->num_rows)
+            next = (following){keys, rows->indices + rows->indptr[i + 1], rows->lengths[i + 1], 0};
+        tile.is_packed = 0;
+        for (int64_t first = 0; first < num_lines; first += TILE_LINES)
+            attend_heads(&tile, &h, &r, first, &next);
     }
 }
 
