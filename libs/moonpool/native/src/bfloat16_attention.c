@@ -20,6 +20,8 @@
 
 #if defined(__AVX512BF16__)
 
+#include "bfloat16_packing.h"
+
 #include <float.h>
 #include <string.h>
 
@@ -27,8 +29,6 @@ enum {
     TILE_LINES = 24,
     SEGMENT = 256, /* tokens under one largest score */
     STEP = 64,     /* tokens whose keys, or values, are used at once */
-    AHEAD = 4,     /* groups that are fetched before they are packed for many tiles */
-    GROUP = 16,    /* tokens that are packed at once: lanes */
     STEP_GROUPS = STEP / GROUP,
     MAX_LINES = 6,   /* at once */
     MAX_VECTORS = 4, /* of weighted values at once */
@@ -36,16 +36,7 @@ enum {
 
 typedef int32_t stored_pair __attribute__((aligned(2), may_alias));
 
-/* One KV head of one row. */
-typedef struct {
-    const mp_attention *attention;
-    const uint8_t *keys; /* of block 0: this layer and head */
-    const uint8_t *values;
-    const int32_t *blocks;
-    int64_t length; /* tokens */
-} head;
-
-/* Whose keys are packed next, and from which token on. `plane` is NULL behind the last. */
+/* Whose keys are packed next, and from which token on. */
 typedef struct {
     const uint8_t *plane;
     const int32_t *blocks;
@@ -90,147 +81,26 @@ MP_INLINE __m512bh broadcast_pair(const uint16_t *at)
     return (__m512bh)_mm512_set1_epi32(*(const stored_pair *)at);
 }
 
-/* -- packing -- */
-
-/* 16 bytes of each fourth row. */
-MP_INLINE __m512i fourths(const uint8_t *at, int64_t stride)
+/* Tokens [first, end) of a plane, at most a step, packed to `to` unless they are there already. */
+static const uint8_t *packed(const tile *tile, const head *h, const uint8_t *plane, int is_values,
+                             int64_t first, int64_t end, uint8_t *to)
 {
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
-    v = _mm512_mask_broadcast_i32x4(v, 0x00f0, _mm_loadu_si128((const __m128i *)(at + 4 * stride)));
-    v = _mm512_mask_broadcast_i32x4(v, 0x0f00, _mm_loadu_si128((const __m128i *)(at + 8 * stride)));
-    return _mm512_mask_broadcast_i32x4(v, 0xf000,
-                                       _mm_loadu_si128((const __m128i *)(at + 12 * stride)));
-}
-
-/* 4 pairs of dimensions of a group's keys: to[pair][token]. */
-MP_INLINE void turn(const uint8_t *at, int64_t stride, uint8_t *to)
-{
-    const __m512i a = fourths(at, stride), b = fourths(at + stride, stride);
-    const __m512i c = fourths(at + 2 * stride, stride), d = fourths(at + 3 * stride, stride);
-    const __m512i low_ab = _mm512_unpacklo_epi32(a, b), low_cd = _mm512_unpacklo_epi32(c, d);
-    const __m512i high_ab = _mm512_unpackhi_epi32(a, b), high_cd = _mm512_unpackhi_epi32(c, d);
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi64(low_ab, low_cd));
-    _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi64(low_ab, low_cd));
-    _mm512_storeu_si512(to + 128, _mm512_unpacklo_epi64(high_ab, high_cd));
-    _mm512_storeu_si512(to + 192, _mm512_unpackhi_epi64(high_ab, high_cd));
-}
-
-/* 16 dimensions of a group's values: to[pair of tokens][dimension], the former `to_stride` bytes apart. */
-MP_INLINE void interleave(const uint8_t *at, int64_t stride, uint8_t *to, int64_t to_stride)
-{
-    const __m512i places = _mm512_add_epi32(
-        _mm512_set1_epi32(16 << 16),
-        _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                           _mm512_set1_epi32(0x10001)));
-    MP_UNROLL
-    for (int i = 0; i < GROUP / 2; i++) {
-        const uint8_t *even = at + 2 * i * stride, *odd = even + stride;
-        __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)even));
-        v = _mm512_mask_broadcast_i64x4(v, 0xf0, _mm256_loadu_si256((const __m256i *)odd));
-        _mm512_storeu_si512(to + i * to_stride, _mm512_permutexvar_epi16(places, v));
-    }
-}
-
-/* Blocks are scattered: without being told, the processor would wait for the first bytes of each. */
-MP_INLINE void fetch(const uint8_t *at, int64_t num_bytes)
-{
-    for (int64_t i = 0; i < num_bytes; i += 64)
-        __builtin_prefetch(at + i, 0, 2);
-}
-
-/* Fetches a group that will be packed later, if there is one. */
-MP_INLINE void fetch_group(const mp_geometry *g, const uint8_t *plane, const int32_t *blocks,
-                           int64_t length, int64_t first)
-{
-    if (first >= length)
-        return;
-    const int64_t at = blocks[first / g->block_size] * g->block_stride;
-    fetch(plane + at + first % g->block_size * g->token_bytes, GROUP * g->token_bytes);
-}
-
-/* Tokens [first, first + GROUP) of a plane. In place of those behind the last one lies the last one. */
-MP_INLINE void pack_group(const head *h, const uint8_t *plane, int64_t first, int is_values,
-                          uint8_t *to)
-{
-    const mp_geometry *g = &h->attention->geometry;
-    const int64_t token_bytes = g->token_bytes;
-    int64_t block = first / g->block_size, slot = first % g->block_size;
-    const uint8_t *rows = plane + h->blocks[block] * g->block_stride + slot * token_bytes;
-    const int is_whole = slot + GROUP <= g->block_size && first + GROUP <= h->length;
-    const uint8_t *row[GROUP];
-    if (!is_whole)
-        for (int i = 0; i < GROUP; i++) {
-            row[i] = plane + h->blocks[block] * g->block_stride + slot * token_bytes;
-            if (first + i + 1 < h->length && ++slot == g->block_size) {
-                slot = 0;
-                block++;
-            }
-        }
-    for (int64_t at = 0; at < token_bytes; at += 32) {
-        uint8_t gathered[GROUP][32];
-        const uint8_t *from = rows + at;
-        int64_t stride = token_bytes;
-        if (!is_whole) {
-            for (int i = 0; i < GROUP; i++)
-                memcpy(gathered[i], row[i] + at, 32);
-            from = gathered[0];
-            stride = 32;
-        }
-        if (is_values) {
-            interleave(from, stride, to + 2 * at, 2 * token_bytes);
-        } else {
-            turn(from, stride, to + GROUP * at);
-            turn(from + 16, stride, to + GROUP * (at + 16));
-        }
-    }
-}
-
-static void pack_all(const head *h, uint8_t *keys, uint8_t *values)
-{
-    for (int64_t first = 0; first < h->length; first += GROUP) {
-        const mp_geometry *g = &h->attention->geometry;
-        const int64_t at = first * g->token_bytes;
-        fetch_group(g, h->keys, h->blocks, h->length, first + AHEAD * GROUP);
-        fetch_group(g, h->values, h->blocks, h->length, first + AHEAD * GROUP);
-        pack_group(h, h->keys, first, 0, keys + at);
-        pack_group(h, h->values, first, 1, values + at);
-    }
-}
-
-/* Keys of tokens [first, end), at most a step; their values are fetched meanwhile. */
-static const uint8_t *keys_of(const tile *tile, const head *h, int64_t first, int64_t end)
-{
-    const mp_geometry *g = &h->attention->geometry;
+    const int64_t token_bytes = h->attention->geometry.token_bytes;
     if (tile->is_packed)
-        return tile->keys + first * g->token_bytes;
-    for (int64_t at = first; at < end; at += GROUP) {
-        fetch_group(g, h->values, h->blocks, h->length, at);
-        pack_group(h, h->keys, at, 0, tile->keys + (at - first) * g->token_bytes);
-    }
-    return tile->keys;
-}
-
-/* Values of tokens [first, end), which begin at `token` of the segment; the next keys are fetched. */
-static const uint8_t *values_of(const tile *tile, const head *h, int64_t first, int64_t end,
-                                int64_t token, const following *next)
-{
-    const mp_geometry *g = &h->attention->geometry;
-    if (tile->is_packed)
-        return tile->values + first * g->token_bytes;
-    for (int64_t at = first; at < end; at += GROUP) {
-        if (next->plane)
-            fetch_group(g, next->plane, next->blocks, next->length,
-                        next->first + token + at - first);
-        pack_group(h, h->values, at, 1, tile->values + (at - first) * g->token_bytes);
-    }
-    return tile->values;
+        return to + first * token_bytes;
+    for (int64_t at = first; at < end; at += GROUP)
+        pack_group(h, plane, at, is_values, to + (at - first) * token_bytes);
+    return to;
 }
 
 /* -- scores -- */
 
-/* `num_lines` lines from `line` on, a step's tokens, of which the first is `token` of the segment. */
+/*
+ * `num_lines` lines from `line` on, a step's tokens, of which the first is `token` of the segment. The groups
+ * `ahead` are fetched meanwhile, unless it is NULL.
+ */
 MP_INLINE void score(const tile *tile, int num_lines, int64_t line, int64_t token,
-                     const uint8_t *keys)
+                     const uint8_t *keys, const uint8_t *const *ahead)
 {
     const int64_t head_dim = tile->head_dim, group_bytes = GROUP * 2 * head_dim;
     const uint16_t *query = tile->query + line * head_dim;
@@ -243,6 +113,11 @@ MP_INLINE void score(const tile *tile, int num_lines, int64_t line, int64_t toke
     }
     for (int64_t d = 0; d < head_dim; d += 2) {
         __m512bh key[STEP_GROUPS];
+        if (ahead) {
+            MP_UNROLL
+            for (int g = 0; g < STEP_GROUPS; g++)
+                fetch(ahead[g] + d * 32);
+        }
         MP_UNROLL
         for (int g = 0; g < STEP_GROUPS; g++)
             key[g] = (__m512bh)_mm512_loadu_si512(keys + g * group_bytes + d * 32);
@@ -265,9 +140,10 @@ MP_INLINE void score(const tile *tile, int num_lines, int64_t line, int64_t toke
 /* Each apart from the loops around it, so that its sums stay in registers. */
 #define SCORE(num_lines)                                                                          \
     static __attribute__((noinline)) void score_##num_lines(                                      \
-        const tile *tile, int64_t line, int64_t token, const uint8_t *keys)                       \
+        const tile *tile, int64_t line, int64_t token, const uint8_t *keys,                       \
+        const uint8_t *const *ahead)                                                              \
     {                                                                                             \
-        score(tile, num_lines, line, token, keys);                                                \
+        score(tile, num_lines, line, token, keys, ahead);                                         \
     }
 
 SCORE(1)
@@ -281,17 +157,19 @@ static inline int64_t lines_at_once(int64_t num_left)
     return num_left >= 6 ? 6 : num_left >= 3 ? 3 : num_left;
 }
 
-static void score_step(const tile *tile, int64_t token, const uint8_t *keys)
+static void score_step(const tile *tile, int64_t token, const uint8_t *keys,
+                       const uint8_t *const *ahead)
 {
     for (int64_t line = 0; line < tile->num_lines;) {
         const int64_t count = lines_at_once(tile->num_lines - line);
         switch (count) {
-        case 1: score_1(tile, line, token, keys); break;
-        case 2: score_2(tile, line, token, keys); break;
-        case 3: score_3(tile, line, token, keys); break;
-        default: score_6(tile, line, token, keys); break;
+        case 1: score_1(tile, line, token, keys, ahead); break;
+        case 2: score_2(tile, line, token, keys, ahead); break;
+        case 3: score_3(tile, line, token, keys, ahead); break;
+        default: score_6(tile, line, token, keys, ahead); break;
         }
         line += count;
+        ahead = NULL;
     }
 }
 
@@ -351,10 +229,11 @@ static void soften_segment(const tile *tile, int64_t line, int64_t num_tokens, f
 
 /*
  * `num_lines` lines from `line` on, dims of `num_vectors` vectors from `dim` on, pairs [first, end) of a step
- * that begins at `token` of the segment; of the first token of each pair only if `is_half`.
+ * that begins at `token` of the segment; of the first token of each pair only if `is_half`. `ahead` as above.
  */
 MP_INLINE void mix(const tile *tile, int num_lines, int num_vectors, int is_half, int64_t line,
-                   int64_t dim, int64_t token, int64_t first, int64_t end, const uint8_t *values)
+                   int64_t dim, int64_t token, int64_t first, int64_t end, const uint8_t *values,
+                   const uint8_t *const *ahead)
 {
     const int64_t head_dim = tile->head_dim;
     const uint16_t *weights = tile->weights + line * SEGMENT + token;
@@ -369,6 +248,13 @@ MP_INLINE void mix(const tile *tile, int num_lines, int num_vectors, int is_half
     for (int64_t pair = first; pair < end; pair++) {
         const uint8_t *from = values + (pair * head_dim + dim) * 4;
         __m512bh value[MAX_VECTORS];
+        if (ahead && num_vectors == STEP_GROUPS) {
+            MP_UNROLL
+            for (int g = 0; g < STEP_GROUPS; g++)
+                fetch(ahead[g] + dim * 32 + pair * 64);
+        } else if (ahead) {
+            fetch(ahead[pair / (GROUP / 2)] + dim * 32 + pair % (GROUP / 2) * 64);
+        }
         MP_UNROLL
         for (int v = 0; v < num_vectors; v++) {
             const __m512i both = _mm512_loadu_si512(from + v * 64);
@@ -391,21 +277,23 @@ MP_INLINE void mix(const tile *tile, int num_lines, int num_vectors, int is_half
 }
 
 MP_INLINE void mix_dims(const tile *tile, int num_lines, int is_half, int64_t line, int64_t token,
-                        int64_t first, int64_t end, const uint8_t *values)
+                        int64_t first, int64_t end, const uint8_t *values,
+                        const uint8_t *const *ahead)
 {
     int64_t dim = 0;
     for (; dim + MAX_VECTORS * LANES <= tile->head_dim; dim += MAX_VECTORS * LANES)
-        mix(tile, num_lines, MAX_VECTORS, is_half, line, dim, token, first, end, values);
+        mix(tile, num_lines, MAX_VECTORS, is_half, line, dim, token, first, end, values, ahead);
     for (; dim < tile->head_dim; dim += LANES)
-        mix(tile, num_lines, 1, is_half, line, dim, token, first, end, values);
+        mix(tile, num_lines, 1, is_half, line, dim, token, first, end, values, ahead);
 }
 
 #define MIX(name, num_lines, is_half)                                                          \
     static __attribute__((noinline)) void name(const tile *tile, int64_t line, int64_t token,  \
                                                int64_t first, int64_t end,                     \
-                                               const uint8_t *values)                          \
+                                               const uint8_t *values,                          \
+                                               const uint8_t *const *ahead)                    \
     {                                                                                          \
-        mix_dims(tile, num_lines, is_half, line, token, first, end, values);                   \
+        mix_dims(tile, num_lines, is_half, line, token, first, end, values, ahead);            \
     }
 
 MIX(mix_half, 1, 1)
@@ -414,7 +302,7 @@ MIX(mix_2, 2, 0)
 MIX(mix_3, 3, 0)
 MIX(mix_6, 6, 0)
 
-/* A step of tokens of which the lines see different numbers, `num_seen` of them from `token` on. */
+/* How many tokens a line sees of the step that begins at `step_begin` of the sequence. */
 static int64_t seen_of(const tile *tile, int64_t line, int64_t step_begin)
 {
     const int64_t seen = tile->num_seen[line] - step_begin;
@@ -422,23 +310,25 @@ static int64_t seen_of(const tile *tile, int64_t line, int64_t step_begin)
 }
 
 /* The step begins at `begin` of the sequence, and `token` of the segment. */
-static void mix_step(const tile *tile, int64_t begin, int64_t token, const uint8_t *values)
+static void mix_step(const tile *tile, int64_t begin, int64_t token, const uint8_t *values,
+                     const uint8_t *const *ahead)
 {
     for (int64_t line = 0; line < tile->num_lines;) {
         const int64_t count = lines_at_once(tile->num_lines - line);
         const int64_t shared = seen_of(tile, line, begin) / 2; /* pairs: what the first sees */
         switch (count) {
-        case 1: mix_1(tile, line, token, 0, shared, values); break;
-        case 2: mix_2(tile, line, token, 0, shared, values); break;
-        case 3: mix_3(tile, line, token, 0, shared, values); break;
-        default: mix_6(tile, line, token, 0, shared, values); break;
+        case 1: mix_1(tile, line, token, 0, shared, values, ahead); break;
+        case 2: mix_2(tile, line, token, 0, shared, values, ahead); break;
+        case 3: mix_3(tile, line, token, 0, shared, values, ahead); break;
+        default: mix_6(tile, line, token, 0, shared, values, ahead); break;
         }
+        ahead = NULL;
         for (const int64_t last = line + count; line < last; line++) {
             const int64_t seen = seen_of(tile, line, begin);
             if (shared < seen / 2)
-                mix_1(tile, line, token, shared, seen / 2, values);
+                mix_1(tile, line, token, shared, seen / 2, values, NULL);
             if (seen % 2)
-                mix_half(tile, line, token, seen / 2, seen / 2 + 1, values);
+                mix_half(tile, line, token, seen / 2, seen / 2 + 1, values, NULL);
         }
     }
 }
@@ -451,9 +341,15 @@ static void attend_segment(const tile *tile, const head *h, int64_t segment, con
     const float factor = h->attention->scale * 1.44269504088896341f; /* powers of two, not of e */
     const int64_t left = tile->num_seen[tile->num_lines - 1] - segment;
     const int64_t count = left < SEGMENT ? left : SEGMENT;
+    const mp_geometry *g = &h->attention->geometry;
+    const uint8_t *ahead[STEP_GROUPS];
     for (int64_t token = 0; token < count; token += STEP) {
-        const int64_t end = token + STEP < count ? token + STEP : count;
-        score_step(tile, token, keys_of(tile, h, segment + token, segment + end));
+        const int64_t begin = segment + token, left_of_it = count - token;
+        const int64_t end = begin + (left_of_it < STEP ? left_of_it : STEP);
+        const uint8_t *keys = packed(tile, h, h->keys, 0, begin, end, tile->keys);
+        for (int i = 0; i < STEP_GROUPS; i++)
+            ahead[i] = group_at(g, h->values, h->blocks, h->length, begin + i * GROUP);
+        score_step(tile, token, keys, tile->is_packed ? NULL : ahead);
     }
     for (int64_t line = 0; line < tile->num_lines; line++) {
         const int64_t seen = tile->num_seen[line] - segment;
@@ -461,9 +357,13 @@ static void attend_segment(const tile *tile, const head *h, int64_t segment, con
             soften_segment(tile, line, seen < SEGMENT ? seen : SEGMENT, factor);
     }
     for (int64_t token = 0; token < count; token += STEP) {
-        const int64_t end = token + STEP < count ? token + STEP : count;
-        mix_step(tile, segment + token, token,
-                 values_of(tile, h, segment + token, segment + end, token, next));
+        const int64_t begin = segment + token, left_of_it = count - token;
+        const int64_t end = begin + (left_of_it < STEP ? left_of_it : STEP);
+        const uint8_t *values = packed(tile, h, h->values, 1, begin, end, tile->values);
+        for (int i = 0; next && i < STEP_GROUPS; i++)
+            ahead[i] = group_at(g, next->plane, next->blocks, next->length,
+                                next->first + token + i * GROUP);
+        mix_step(tile, begin, token, values, next ? ahead : NULL);
     }
 }
 
@@ -544,7 +444,7 @@ static void attend_packed(tile *tile, const head *h, const row *r, int64_t kv_he
 
 /*
  * One tile of each KV head. Segment after segment of all heads: those of a block lie side by side, on the
- * same pages. `first_head` is KV head 0, and `next` what comes after the row.
+ * same pages. `first_head` is KV head 0, and `next` what is packed after the row.
  */
 static void attend_heads(tile *tiles, const head *first_head, const row *r, int64_t first,
                          const following *next)
@@ -616,9 +516,8 @@ MP_INLINE void attend(const mp_attention *a, int64_t layer, const mp_attention_r
             }
             continue;
         }
-        following next = {NULL, NULL, 0, 0};
-        if (i + 1 < rows->num_rows)
-            next = (following){keys, rows->indices + rows->indptr[i + 1], rows->lengths[i + 1], 0};
+        const int64_t other = i + 1 < rows->num_rows ? i + 1 : i;
+        const following next = {keys, rows->indices + rows->indptr[other], rows->lengths[other], 0};
         tile.is_packed = 0;
         for (int64_t first = 0; first < num_lines; first += TILE_LINES)
             attend_heads(&tile, &h, &r, first, &next);
