@@ -23,18 +23,19 @@ KV_HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 16, 16, 400
 
 
 class VariantKernels:
-    """The paged attention of one variant of a library."""
+    """The paged attention of one variant of a library, in float32 or `is_rounding`."""
 
-    def __init__(self, library: NativeLibrary, isa: str) -> None:
+    def __init__(self, library: NativeLibrary, isa: str, *, is_rounding: bool = False) -> None:
         self._library = library
-        self._isa = isa
+        self._how: dict[str, Any] = {"isa": isa, "is_rounding": is_rounding}
 
     def paged_attention(self, pool: Any, geometry: LeafGeometry, **what: Any) -> CompiledAttention:
-        return CompiledAttention(self._library, pool, geometry, isa=self._isa, **what)
+        return CompiledAttention(self._library, pool, geometry, **self._how, **what)
 
 
-def variant_kernels(isa: str) -> VariantKernels:
-    return VariantKernels(load_library(Path(native.__file__).with_name(LIBRARY_NAME)), isa)
+def variant_kernels(isa: str, *, is_rounding: bool = False) -> VariantKernels:
+    library = load_library(Path(native.__file__).with_name(LIBRARY_NAME))
+    return VariantKernels(library, isa, is_rounding=is_rounding)
 
 
 def make_backend(form, pool: KvPool, memory: bytearray, group: int) -> AttentionBackend:
