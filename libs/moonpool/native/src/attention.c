@@ -29,7 +29,10 @@ typedef struct {
     int64_t length; /* tokens */
 } head;
 
-/* Blocks are scattered: without being told, the processor would wait for the first bytes of each. */
+/*
+ * Blocks are scattered: without being told, the processor would wait for the first bytes of each. To the second
+ * cache, to which more lines may be on their way at once than to the first.
+ */
 MP_INLINE void fetch(const uint8_t *at, int64_t num_bytes)
 {
     for (int64_t i = 0; i < num_bytes; i += 64)
