@@ -28,10 +28,9 @@ typedef struct {
 MP_INLINE __m512i fourths(const uint8_t *at, int64_t stride)
 {
     __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));
-    v = _mm512_mask_broadcast_i32x4(v, 0x00f0, _mm_loadu_si128((const __m128i *)(at + 4 * stride)));
-    v = _mm512_mask_broadcast_i32x4(v, 0x0f00, _mm_loadu_si128((const __m128i *)(at + 8 * stride)));
-    return _mm512_mask_broadcast_i32x4(v, 0xf000,
-                                       _mm_loadu_si128((const __m128i *)(at + 12 * stride)));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 4 * stride)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 8 * stride)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(at + 12 * stride)), 3);
 }
 
 /* 4 pairs of dimensions of a group's keys: to[pair][token]. */
@@ -58,7 +57,7 @@ MP_INLINE void interleave(const uint8_t *at, int64_t stride, uint8_t *to, int64_
     for (int i = 0; i < GROUP / 2; i++) {
         const uint8_t *even = at + 2 * i * stride, *odd = even + stride;
         __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)even));
-        v = _mm512_mask_broadcast_i64x4(v, 0xf0, _mm256_loadu_si256((const __m256i *)odd));
+        v = _mm512_inserti64x4(v, _mm256_loadu_si256((const __m256i *)odd), 1);
         _mm512_storeu_si512(to + i * to_stride, _mm512_permutexvar_epi16(places, v));
     }
 }
