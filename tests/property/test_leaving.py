@@ -85,11 +85,15 @@ class Node:
         self._num_begun += 1
         read_id = self._num_begun
         self.core.handle(LockPrefix(read_id=read_id, hashes=hashes), now)
-        while not (frame := self.core.take_frame()).replies:
+        while True:
+            frame = self.core.take_frame()
             for work in frame.disk_work:
                 self.core.handle(loaded(work), now)
-        (reply,) = frame.replies
-        assert isinstance(reply, PrefixLocked), reply
+            locked = [reply for reply in frame.replies if isinstance(reply, PrefixLocked)]
+            if locked:
+                break
+            assert frame.disk_work, frame
+        (reply,) = locked
         self.core.handle(UnlockPrefix(read_id=read_id), now)
         self.core.take_frame()
         return len(reply.block_ids)

@@ -439,6 +439,9 @@ class FallbackCopyQueue:
     def close(self) -> list[CopyTicket]:
         if self._eventfd < 0:
             return []
+        # The last first, since the thread goes on with the first: so no job runs behind one that was dropped.
+        for ticket in reversed(self._pending):
+            ticket.cancel()
         self._executor.shutdown(cancel_futures=True)
         os.close(self._eventfd)
         self._eventfd = -1
