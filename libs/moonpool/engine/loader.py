@@ -60,6 +60,7 @@ def load_model(
     return LlamaModel(
         config=config,
         dtype=computed,
+        is_rounding=is_rounding,
         embedding=embedding,
         layers=layers,
         final_norm=final_norm,

@@ -43,6 +43,8 @@ class LlamaModel:
     config: ModelConfig
     #: Of what passes between products, the norms and the biases.
     dtype: torch.dtype
+    #: Products round what they multiply to bfloat16, those of attention too.
+    is_rounding: bool
     #: [vocab, hidden], in the dtype of the weights' values.
     embedding: Tensor
     layers: tuple[LlamaLayer, ...]
