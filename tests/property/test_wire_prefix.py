@@ -83,7 +83,7 @@ def opens(draw: st.DrawFn) -> PrefixOpen:
         namespace=draw(names),
         secret_fingerprint=draw(names),
         hashes=chain,
-        first=draw(st.integers(0, len(chain) - 1)),
+        first=draw(st.integers(0, len(chain))),
     )
 
 
@@ -184,7 +184,7 @@ GOOD = PrefixOpen(
         (pb.FromReader(), "kind"),
         (reader_message_to_pb(ONE, replace(GOOD, hashes=())), "open.hashes"),
         (reader_message_to_pb(ONE, replace(GOOD, hashes=(BlockHash(bytes(31)),))), "open.hashes"),
-        (reader_message_to_pb(ONE, replace(GOOD, first=1)), "open.first"),
+        (reader_message_to_pb(ONE, replace(GOOD, first=2)), "open.first"),
         (reader_message_to_pb(ONE, replace(GOOD, namespace="")), "open.namespace_fingerprint"),
     ],
 )

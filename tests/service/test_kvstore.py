@@ -44,7 +44,7 @@ from support.requests import make_request
 from support.router_client import RouterClient
 from support.segment_log import FaultyFiles, flip
 from support.stores import RunningStore, running_store, store_config
-from support.thread_engine import ThreadEngines
+from support.thread_engine import LayerGate, ThreadEngines
 from support.tiny_llama import TinyLlama, write_tiny_llama
 from support.worker_pair import Workers, expected_answer, fake_workers
 from support.workers import RunningWorker, running_worker, worker_config
@@ -490,6 +490,31 @@ async def test_a_reader_is_told_at_once_that_it_has_to_wait_for_a_disk(tmp_path:
         )
         assert isinstance(opened, PrefixOpened)
         assert len(opened.block_ids) == NUM_BLOCKS - 2
+
+
+async def test_a_disk_is_read_while_a_request_waits_for_its_turn(tmp_path: Path) -> None:
+    ssd = tmp_path / "ssd"
+    ssd.mkdir()
+    gate = LayerGate([1])
+    async with world(tmp_path) as cluster:
+        store = await cluster.store(ssd_dir=ssd)
+        await put(cluster, store)
+        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
+        await cluster.stop(store)
+        store = await cluster.store(ssd_dir=ssd)
+        _, reader = await cluster.worker("r0", gate=gate)
+        # Its step lasts as long as the gate is closed.
+        other = make_request("other", prompt=range(1_000, 1_150), max_tokens=3)
+        reader.decode(other)
+        await eventually(lambda: gate.is_reached, timeout_s=5.0, what="it computes")
+        reader.decode(SECOND, peer=store.peer(NUM_SHARED))
+        await report_when(store, "it is loaded", num_host_blocks=NUM_BLOCKS, num_gets=0)
+        gate.open()
+        await reader.answer(other)
+        assert await reader.answer(SECOND) == expected_answer(SECOND)
+        await report_when(
+            store, "it is read", num_hit_host_blocks=NUM_BLOCKS, num_hit_disk_blocks=0
+        )
 
 
 async def test_a_store_takes_no_request(tmp_path: Path) -> None:

@@ -9,7 +9,12 @@ import pytest
 
 from moonpool.core.protocol import LockPrefix, PrefixLocked, UnlockPrefix
 from moonpool.handoff.config import FetchConfig
-from moonpool.handoff.effects import EndPrefixLease, SendCommand, SendOnPrefixLease
+from moonpool.handoff.effects import (
+    EndPrefixLease,
+    SendCommand,
+    SendOnPrefixLease,
+    StagePrefix,
+)
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HoldEvent,
@@ -120,6 +125,18 @@ def test_the_life_of_a_lock(h: Holder) -> None:
     assert not h.machine.is_quiet
     assert h.closed() == [unlock()]
     assert h.machine.is_quiet
+
+
+def test_what_will_be_wanted_is_staged_and_nothing_is_locked(h: Holder) -> None:
+    ahead = replace(OPEN, first=len(HASHES))
+    assert h.open(open_=ahead) == [
+        StagePrefix(hashes=HASHES),
+        told(),
+        EndPrefixLease(lease_id=LeaseId(1)),
+    ]
+    assert h.machine.is_quiet
+    # Not for whoever may not read here.
+    assert h.open(2, replace(ahead, namespace="other"))[0] != StagePrefix(hashes=HASHES)
 
 
 def delayed(num_ready: int, num_blocks: int) -> PrefixDelayed:

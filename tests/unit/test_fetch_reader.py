@@ -29,6 +29,7 @@ from moonpool.handoff.effects import (
     SendCommand,
     StartRead,
     StopReads,
+    TellAhead,
 )
 from moonpool.handoff.events import (
     AttemptAborted,
@@ -60,6 +61,7 @@ from moonpool.ids import (
     WorkerKey,
 )
 from moonpool.latency.costs import PrefillCost
+from support.requests import make_request
 
 HOLDER = WorkerKey(WorkerId("h"), Incarnation("1"))
 READER = WorkerKey(WorkerId("r"), Incarnation("1"))
@@ -101,6 +103,7 @@ class Reader:
             secret_fingerprint="s",
             config=HandoffConfig(num_layers=2, block_size=4),
             fetch=FetchConfig(mode=mode, block_bytes=1_000_000, span_bytes=2_000_000, max_reads=2),
+            hash_chain=lambda _: (*HASHES, BlockHash(b"behind what the peer has".ljust(32))),
         )
         self.machine.chooser.prefill_cost = cost
         self.now = 0.0
@@ -415,6 +418,38 @@ def test_what_nobody_can_predict_goes_on_while_pieces_come() -> None:
     r.done(1)
     assert r.machine.next_wakeup() == 1.3
     assert r.at(1.3) == [STOP]
+
+
+# -- who waits for its turn --
+
+
+def named_by_a_request(r: Reader) -> list[object]:
+    return r(PeerNamed(attempt_id=A, peer=PEER, request=make_request("a", prompt=range(30))))
+
+
+def test_who_waits_for_its_turn_tells_its_peer_what_it_will_want(r: Reader) -> None:
+    assert named_by_a_request(r) == []
+    assert r.machine.next_wakeup() == 0.02
+    assert r.at(0.01) == []
+    assert isinstance(OPEN.open, PrefixOpen)
+    ahead = TellAhead(source=PEER.ref, open=replace(OPEN.open, first=len(HASHES)))
+    assert r.at(0.02) == [ahead]
+    # Once.
+    assert r.machine.next_wakeup() is None
+    assert r.core(RESERVED) == [OPEN]
+
+
+def test_whose_turn_it_is_tells_nothing_ahead(r: Reader) -> None:
+    named_by_a_request(r)
+    assert r.core(RESERVED) == [OPEN]
+    assert r.at(0.02) == []
+
+
+def test_who_ends_while_it_waits_tells_nothing(r: Reader) -> None:
+    named_by_a_request(r)
+    r(AttemptAborted(attempt_id=A))
+    assert r.machine.next_wakeup() is None
+    assert r.at(0.02) == []
 
 
 # -- a holder that has some of it on disk only --

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.core.protocol import PrefixLocked
+from moonpool.core.protocol import Drain, PrefixLocked
 from moonpool.ids import BlockId
 from moonpool.kv.events import BlockRemoved
 from moonpool.kv.eviction import EvictionName
@@ -15,6 +15,7 @@ from moonpool.tiering.protocol import (
     LoadBlocks,
     PrefixLoading,
     PutAnswered,
+    StageBlocks,
     StoreFrame,
 )
 from support.store import (
@@ -104,6 +105,27 @@ def test_a_long_run_is_loaded_in_pieces_and_told_when_all_are_here() -> None:
     first, second, third = _loads(frame)
     assert store.say(loaded(third), loaded(first)).replies == ()
     assert store.say(loaded(second)).replies == (_locked(1, 0, 1, 2, 3, 4),)
+
+
+def test_what_will_be_wanted_is_loaded_for_nobody_yet() -> None:
+    store = _restarted("abc")
+    frame = store.say(StageBlocks(hashes=chain("abcd")))
+    assert frame == make_frame(work=(_load(1, "abc", 0, 0, 1, 2),), referenced=3)
+    # Twice is once, and a get joins what is under way.
+    assert store.say(StageBlocks(hashes=chain("abcd"))) == make_frame(referenced=3)
+    assert store.lock("abc", 1).replies == (_loading(1, 0, 3),)
+    (load,) = _loads(frame)
+    assert store.say(loaded(load)).replies == (_locked(1, 0, 1, 2),)
+    store.unlock(1)
+    # All of it is in memory: there is nothing to do, and nothing is counted.
+    assert store.say(StageBlocks(hashes=chain("abcd"))) == make_frame(cached=3)
+    assert store.core.stats(0.0).num_gets == 1
+
+
+def test_a_store_that_drains_stages_nothing() -> None:
+    store = _restarted("abc")
+    store.say(Drain(hand_back=True))
+    assert store.say(StageBlocks(hashes=chain("abc"))) == make_frame()
 
 
 def test_two_gets_wait_for_one_load() -> None:

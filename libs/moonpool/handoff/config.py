@@ -61,6 +61,8 @@ class FetchConfig:
     span_bytes: int = 8 << 20
     #: Pieces of one fetch under way at once: the next is asked for before the last is here.
     max_reads: int = 3
+    #: Who waits so long for its turn has its peer told what it will want: that may have to come from a disk.
+    ahead_s: float = 0.02
     #: Fetches from one peer under way at once; more are computed.
     max_fetches_per_peer: int = 8
 

@@ -18,7 +18,7 @@ from moonpool.handoff.messages import (
     StreamId,
     WorkerMessage,
 )
-from moonpool.ids import AttemptId, BlockId, WorkerKey
+from moonpool.ids import AttemptId, BlockHash, BlockId, WorkerKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,14 @@ class StopReads:
     attempt_id: AttemptId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellAhead:
+    """Fetch. Tell a peer what will be wanted of it; what it answers is of no interest."""
+
+    source: SourceRef
+    open: PrefixOpen
+
+
 class FetchOutcome(enum.StrEnum):
     """How a fetch ended. Label of a metric."""
 
@@ -154,8 +162,17 @@ class EndPrefixLease:
     lease_id: LeaseId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrefix:
+    """Hold. A reader will want this chain soon: what of it lies on this node's disk only may be read into memory."""
+
+    hashes: tuple[BlockHash, ...]
+
+
 PrefillEffect = SendCommand | SendToRouter | SendOnStream | EndStream
 DecodeEffect = SendCommand | SendToRouter | OpenStream | CloseStream | StartRead
-FetchEffect = SendCommand | OpenStream | CloseStream | StartRead | StopReads | RecordFetch
-HoldEffect = SendCommand | SendOnPrefixLease | EndPrefixLease
+FetchEffect = (
+    SendCommand | TellAhead | OpenStream | CloseStream | StartRead | StopReads | RecordFetch
+)
+HoldEffect = SendCommand | SendOnPrefixLease | EndPrefixLease | StagePrefix
 HandoffEffect = PrefillEffect | DecodeEffect | FetchEffect | HoldEffect

@@ -18,6 +18,7 @@ from moonpool.handoff.messages import (
     StreamId,
 )
 from moonpool.ids import AttemptId
+from moonpool.inference.request import InferenceRequest
 
 
 class ReadId(NamedTuple):
@@ -113,6 +114,8 @@ class PeerNamed:
 
     attempt_id: AttemptId
     peer: PeerPrefix
+    #: None: of a store, which asks for blocks and not for a request's.
+    request: InferenceRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

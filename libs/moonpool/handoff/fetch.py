@@ -12,6 +12,7 @@ from moonpool.handoff.effects import FetchOutcome
 from moonpool.handoff.fetch_choice import FetchPlan, FetchTicket
 from moonpool.handoff.messages import PeerPrefix, PrefixOpened, PrefixRefusal, PrefixStaging
 from moonpool.ids import AttemptId
+from moonpool.inference.request import InferenceRequest
 
 
 class FetchState(enum.StrEnum):
@@ -32,6 +33,9 @@ class Fetch:
     attempt_id: AttemptId
     peer: PeerPrefix
     state: FetchState = FetchState.ASKED
+    #: ASKED: what is to be computed, and when its peer is told what will be wanted; None: it is not, or was.
+    request: InferenceRequest | None = None
+    ahead_at: float | None = None
     #: From FetchReserved; None while it is ASKED.
     reserved: FetchReserved | None = None
     arrival: Arrival | None = None
@@ -70,6 +74,7 @@ class Fetch:
             self.attempt_id,
             self.peer,
             self.state,
+            self.ahead_at is None,
             self.is_stream_open,
             self.num_open_blocks,
             self.staging,

@@ -15,6 +15,7 @@ Life of one lease
 
     state      event                              effects and next state
     -          PrefixOpen, refused                PrefixFailed, end of lease         -> ended
+    -          PrefixOpen, nothing wanted yet     StagePrefix, PrefixOpened, end     -> ended
     -          PrefixOpen                         core LockPrefix                    -> LOCKING
     LOCKING    PrefixDelayed (a store's disk)     PrefixStaging                      -> LOCKING
     LOCKING    core PrefixLocked                  PrefixOpened                       -> LOCKED
@@ -34,7 +35,13 @@ from dataclasses import dataclass, replace
 
 from moonpool.core.protocol import Command, LockPrefix, PrefixLocked, UnlockPrefix
 from moonpool.handoff.config import FetchConfig
-from moonpool.handoff.effects import EndPrefixLease, HoldEffect, SendCommand, SendOnPrefixLease
+from moonpool.handoff.effects import (
+    EndPrefixLease,
+    HoldEffect,
+    SendCommand,
+    SendOnPrefixLease,
+    StagePrefix,
+)
 from moonpool.handoff.events import (
     CoreFrameReceived,
     HoldEvent,
@@ -169,6 +176,11 @@ class PrefixHolds:
         refusal = self._refuse(open_)
         if refusal is not None:
             self._fail(lease_id, open_.attempt_id, *refusal)
+            return
+        if open_.first == len(open_.hashes):
+            self._effects.append(StagePrefix(hashes=open_.hashes))
+            self._send(lease_id, PrefixOpened(attempt_id=open_.attempt_id, block_ids=()))
+            self._end_stream(lease_id)
             return
         self._holds[lease_id] = _Hold(
             attempt_id=open_.attempt_id,

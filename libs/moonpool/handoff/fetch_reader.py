@@ -13,6 +13,7 @@ Rules
 - Only what is verified counts, and only as a prefix. What is read piece by piece is told as it comes.
 - The lease stays open until the last read has ended, since it is the lock on the holder's blocks;
   unless the blocks are not wanted any more.
+- Who waits for its turn has its peer told what it will want: then a disk is read while the request queues.
 - It is timed: when the first piece, or the next, takes longer than it may (FetchChooser), or the rest
   would be computed sooner, the reads are stopped; what has come stays.
 
@@ -20,6 +21,7 @@ Life of one fetch
 
     state      event                                   effects and next state
     -          the core was told of a peer                                                -> ASKED
+    ASKED      it has waited for its turn for a while  TellAhead                          -> ASKED
     ASKED      core FetchReserved, computing is faster core FetchEnded                    -> ended
     ASKED      core FetchReserved                      OpenStream                         -> OPENING
     ASKED      the core starts the attempt without                                        -> ended
@@ -42,7 +44,7 @@ looks into a digest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from moonpool.core.protocol import (
@@ -70,6 +72,7 @@ from moonpool.handoff.effects import (
     SendCommand,
     StartRead,
     StopReads,
+    TellAhead,
 )
 from moonpool.handoff.events import (
     AttemptAborted,
@@ -92,7 +95,11 @@ from moonpool.handoff.messages import (
     PrefixOpened,
     PrefixStaging,
 )
-from moonpool.ids import AttemptId, WorkerKey
+from moonpool.ids import AttemptId, BlockHash, WorkerKey
+from moonpool.inference.request import InferenceRequest
+
+#: The block hashes of a request's prompt + emitted, as the core has them.
+HashChain = Callable[[InferenceRequest], Sequence[BlockHash]]
 
 
 class FetchReads:
@@ -102,6 +109,7 @@ class FetchReads:
         key: This worker's id and incarnation: the reader on its leases.
         namespace: Fingerprint of all that changes the values of this worker's KV.
         secret_fingerprint: Of the cluster's secret.
+        hash_chain: None: peers are not told of what will be wanted.
     """
 
     def __init__(
@@ -112,12 +120,14 @@ class FetchReads:
         secret_fingerprint: str,
         config: HandoffConfig,
         fetch: FetchConfig,
+        hash_chain: HashChain | None = None,
     ) -> None:
         self._key = key
         self._namespace = namespace
         self._secret_fingerprint = secret_fingerprint
         self._config = config
         self._fetch_config = fetch
+        self._hash_chain = hash_chain
         #: What is known of peers and of this worker's own speed; the shell tells it the latter.
         self.chooser = FetchChooser(fetch, block_size=config.block_size)
         self._fetches: dict[AttemptId, Fetch] = {}
@@ -138,9 +148,15 @@ class FetchReads:
     def handle(self, event: FetchEvent, now: float) -> list[FetchEffect]:
         """Take one event; returns what is to be done, in order."""
         match event:
-            case PeerNamed(attempt_id=attempt_id, peer=peer):
+            case PeerNamed(attempt_id=attempt_id, peer=peer, request=request):
                 assert attempt_id not in self._fetches, attempt_id
-                self._fetches[attempt_id] = Fetch(attempt_id=attempt_id, peer=peer)
+                can_tell = request is not None and self._hash_chain is not None
+                self._fetches[attempt_id] = Fetch(
+                    attempt_id=attempt_id,
+                    peer=peer,
+                    request=request if can_tell else None,
+                    ahead_at=now + self._fetch_config.ahead_s if can_tell else None,
+                )
             case AttemptAborted(attempt_id=attempt_id):
                 fetch = self._wanted(attempt_id)
                 if fetch is not None:
@@ -160,6 +176,8 @@ class FetchReads:
     def tick(self, now: float) -> list[FetchEffect]:
         """Do what is due. Call at `next_wakeup()` or later; too early or too often does nothing."""
         for fetch in list(self._fetches.values()):
+            if fetch.ahead_at is not None and fetch.ahead_at <= now:
+                self._tell_ahead(fetch)
             if fetch.stop_at is not None and fetch.stop_at <= now:
                 self._on_time_up(fetch, now)
         return self._take_effects()
@@ -214,6 +232,8 @@ class FetchReads:
             assert (fetch.opened is not None) == (fetch.state is FetchState.READING), fetch
             assert is_live or not fetch.is_stream_open, fetch
             assert is_live or fetch.stop_at is None, fetch
+            assert fetch.state is FetchState.ASKED or fetch.ahead_at is None, fetch
+            assert (fetch.request is None) == (fetch.ahead_at is None), fetch
             assert fetch.state is not FetchState.OPENING or fetch.is_stream_open, fetch
             assert fetch.state is not FetchState.OPENING or fetch.stop_at is not None, fetch
             if fetch.arrival is not None:
@@ -245,6 +265,7 @@ class FetchReads:
 
     def _on_reserved(self, fetch: Fetch, reply: FetchReserved, now: float) -> None:
         assert fetch.state is FetchState.ASKED, fetch
+        fetch.request, fetch.ahead_at = None, None
         fetch.reserved = reply
         plan = self.chooser.choose(
             fetch.peer,
@@ -296,19 +317,39 @@ class FetchReads:
             OpenStream(
                 attempt_id=fetch.attempt_id,
                 source=fetch.peer.ref,
-                open=PrefixOpen(
-                    attempt_id=fetch.attempt_id,
-                    reader=self._key,
-                    holder=fetch.peer.key,
-                    namespace=self._namespace,
-                    secret_fingerprint=self._secret_fingerprint,
-                    hashes=reserved.hashes[: first + num_blocks],
-                    first=first,
-                ),
+                open=self._prefix_open(fetch, reserved.hashes[: first + num_blocks], first=first),
             )
         )
 
+    def _prefix_open(
+        self, fetch: Fetch, hashes: tuple[BlockHash, ...], *, first: int
+    ) -> PrefixOpen:
+        return PrefixOpen(
+            attempt_id=fetch.attempt_id,
+            reader=self._key,
+            holder=fetch.peer.key,
+            namespace=self._namespace,
+            secret_fingerprint=self._secret_fingerprint,
+            hashes=hashes,
+            first=first,
+        )
+
     # -- the holder --
+
+    def _tell_ahead(self, fetch: Fetch) -> None:
+        """It waits for its turn: tell the peer what it will want."""
+        request, fetch.request, fetch.ahead_at = fetch.request, None, None
+        assert request is not None, fetch
+        assert self._hash_chain is not None, fetch
+        hashes = tuple(self._hash_chain(request))
+        hashes = hashes[: fetch.peer.num_tokens // self._config.block_size]
+        if hashes:
+            self._effects.append(
+                TellAhead(
+                    source=fetch.peer.ref,
+                    open=self._prefix_open(fetch, hashes, first=len(hashes)),
+                )
+            )
 
     def _on_holder_message(self, message: HolderMessage, now: float) -> None:
         fetch = self._wanted(message.attempt_id)
@@ -603,6 +644,8 @@ class FetchReads:
 
     def _wakeups(self) -> Iterator[float]:
         for fetch in self._fetches.values():
+            if fetch.ahead_at is not None:
+                yield fetch.ahead_at
             if fetch.stop_at is not None:
                 yield fetch.stop_at
 

@@ -266,7 +266,8 @@ class PrefixOpen:
     secret_fingerprint: str
     #: The chain from its start, up to the last block that is wanted.
     hashes: tuple[BlockHash, ...]
-    #: Index of the first block that is wanted.
+    #: Index of the first block that is wanted. Their number: nothing is wanted yet, but will be soon; a holder that
+    #: has some of it on a disk only reads that into its memory meanwhile.
     first: int
 
 

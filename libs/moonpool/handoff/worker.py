@@ -45,7 +45,7 @@ from moonpool.handoff.events import (
     StreamClosed,
 )
 from moonpool.handoff.fetch_holder import PrefixHolds
-from moonpool.handoff.fetch_reader import FetchReads
+from moonpool.handoff.fetch_reader import FetchReads, HashChain
 from moonpool.handoff.messages import DecodeRequest, PeerPrefix, PrefillRequest
 from moonpool.handoff.prefill import PrefillHandoffs
 from moonpool.ids import WorkerKey
@@ -58,6 +58,7 @@ class WorkerHandoffs:
         key: This worker's id and incarnation.
         namespace: Fingerprint of all that changes the values of this worker's KV.
         secret_fingerprint: Of the cluster's secret.
+        hash_chain: See FetchReads.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class WorkerHandoffs:
         secret_fingerprint: str = "",
         config: HandoffConfig,
         fetch: FetchConfig | None = None,
+        hash_chain: HashChain | None = None,
     ) -> None:
         fetch = fetch or FetchConfig()
         self.prefill = PrefillHandoffs(key=key, namespace=namespace, config=config)
@@ -78,6 +80,7 @@ class WorkerHandoffs:
             secret_fingerprint=secret_fingerprint,
             config=config,
             fetch=fetch,
+            hash_chain=hash_chain,
         )
         self.holds = PrefixHolds(
             key=key, namespace=namespace, secret_fingerprint=secret_fingerprint, config=fetch
@@ -142,11 +145,13 @@ class WorkerHandoffs:
         for effect in effects:
             result.append(effect)
             match effect:
-                case SendCommand(
-                    command=Prefill(attempt_id=attempt_id, num_peer_tokens=num_peer_tokens)
-                    | Decode(attempt_id=attempt_id, num_peer_tokens=num_peer_tokens)
-                ) if num_peer_tokens and peer is not None:
-                    result += self.fetches.handle(PeerNamed(attempt_id=attempt_id, peer=peer), now)
+                case SendCommand(command=Prefill() | Decode() as command) if (
+                    command.num_peer_tokens and peer is not None
+                ):
+                    named = PeerNamed(
+                        attempt_id=command.attempt_id, peer=peer, request=command.request
+                    )
+                    result += self.fetches.handle(named, now)
                 case SendCommand(command=Abort(attempt_id=attempt_id)):
                     result += self.fetches.handle(AttemptAborted(attempt_id=attempt_id), now)
                 case _:

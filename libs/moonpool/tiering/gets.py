@@ -44,6 +44,9 @@ from moonpool.tiering.protocol import (
     PrefixLoading,
 )
 
+#: No reader's id: they begin with 1.
+_NOBODY = 0
+
 
 @dataclass(slots=True, kw_only=True)
 class _Get:
@@ -121,6 +124,11 @@ class Gets:
             )
         else:
             self._tell(get)
+
+    def stage(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """A reader will want the leading run of a chain: load what of it lies on disk only, for nobody yet."""
+        self._gets[_NOBODY] = self._plan(_NOBODY, hashes, now)
+        self.unlock(_NOBODY)
 
     def unlock(self, read_id: int) -> None:
         """A reader is gone. Nothing happens if there is no such lock."""

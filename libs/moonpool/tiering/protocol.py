@@ -18,6 +18,7 @@ Life of a get:
     LockPrefix -> PrefixLocked                              at once if all of it lies in HOST
         or PrefixLoading, LoadBlocks* -> BlocksLoaded*      part of it is staged from DISK first
                -> PrefixLocked
+    StageBlocks -> LoadBlocks* -> BlocksLoaded*             ahead of a get; not answered
     UnlockPrefix at any time, also before PrefixLocked, which is then not told
 
 Life of what is on disk:
@@ -99,6 +100,14 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageBlocks:
+    """A reader will want this chain soon: read what of it lies on disk only."""
+
+    #: The chain from its start.
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """Keep the leading run of a chain that lies here in HOST for `ttl_s`, or until Unpin."""
 
@@ -162,6 +171,7 @@ StoreCommand = (
     | Abort
     | LockPrefix
     | UnlockPrefix
+    | StageBlocks
     | Pin
     | Unpin
     | BlocksLoaded

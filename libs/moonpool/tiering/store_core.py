@@ -66,6 +66,7 @@ from moonpool.tiering.protocol import (
     Pinned,
     Put,
     PutRefusal,
+    StageBlocks,
     StoreCommand,
     StoreFrame,
     StoreStats,
@@ -133,6 +134,8 @@ class StoreCore:
                 self._gets.lock(read_id, () if self._is_draining else hashes, now)
             case UnlockPrefix(read_id=read_id):
                 self._gets.unlock(read_id)
+            case StageBlocks(hashes=hashes):
+                self._gets.stage(() if self._is_draining else hashes, now)
             case BlocksLoaded():
                 self._gets.loaded(command, now)
             case BlocksWritten():

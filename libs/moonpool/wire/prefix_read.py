@@ -94,7 +94,7 @@ def _prefix_open(opened: pb.PrefixOpen) -> PrefixOpen:
             opened.secret_fingerprint, "open.secret_fingerprint", max_length=64
         ),
         hashes=tuple(map(BlockHash, opened.hashes)),
-        first=between(opened.first, "open.first", low=0, high=len(opened.hashes) - 1),
+        first=between(opened.first, "open.first", low=0, high=len(opened.hashes)),
     )
 
 

@@ -37,7 +37,9 @@ from moonpool.handoff.config import FetchConfig, HandoffConfig
 from moonpool.handoff.messages import SourceRef
 from moonpool.handoff.worker import WorkerHandoffs
 from moonpool.hub.model_dir import ModelDir, resolve
-from moonpool.ids import Incarnation, WorkerId, WorkerKey
+from moonpool.ids import BlockHash, Incarnation, WorkerId, WorkerKey
+from moonpool.inference.request import InferenceRequest
+from moonpool.kv.block_hash import hash_blocks
 from moonpool.kv.layout import KvLayout
 from moonpool.kv.namespace_seeds import NamespaceSeeds
 from moonpool.memory.fd_server import FdServer, socket_name
@@ -310,6 +312,7 @@ class KvNode:
         fetch: FetchConfig,
         send_command: Callable[[Command], None],
         is_offloading: bool = False,
+        stage: Callable[[tuple[BlockHash, ...]], None] | None = None,
     ) -> WorkerShell:
         """The shell between whatever takes commands, routers and peers. It does not run yet.
 
@@ -317,6 +320,7 @@ class KvNode:
             hello: As `enter_transports` gave it.
             send_command: To what decides about the memory's blocks; never waits.
             is_offloading: Offer its blocks to the cluster's stores.
+            stage: Brings a chain from a disk into the memory, as far as it lies there only.
         """
         layout, secret = parts.memory.layout, parts.secret
         peers = PeerDirectory(
@@ -330,6 +334,10 @@ class KvNode:
             )
         )
         namespace_seed = NamespaceSeeds(hello.namespace, secret.value)
+
+        def hash_chain(request: InferenceRequest) -> list[BlockHash]:
+            return hash_blocks(namespace_seed(request), request.token_ids, layout.block_size)
+
         offload = KvOffload(
             source=SourceRef(key=parts.key, address=parts.address),
             peers=peers,
@@ -350,6 +358,7 @@ class KvNode:
                 secret_fingerprint=secret.fingerprint,
                 config=handoff,
                 fetch=fetch,
+                hash_chain=hash_chain,
             ),
             send_command=send_command,
             peers=peers,
@@ -359,6 +368,7 @@ class KvNode:
             clock=self._adapters.clock,
             namespace_seed=namespace_seed,
             offload=offload if is_offloading else None,
+            stage=stage,
             is_checked=self._settings.is_checked,
         )
         return self._shell

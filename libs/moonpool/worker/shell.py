@@ -51,8 +51,10 @@ from moonpool.handoff.effects import (
     SendOnPrefixLease,
     SendOnStream,
     SendToRouter,
+    StagePrefix,
     StartRead,
     StopReads,
+    TellAhead,
 )
 from moonpool.handoff.events import (
     CoreFrameReceived,
@@ -71,6 +73,7 @@ from moonpool.handoff.messages import (
 )
 from moonpool.handoff.room_check import RoomCheck
 from moonpool.handoff.worker import WorkerHandoffs
+from moonpool.ids import BlockHash
 from moonpool.inference.request import InferenceRequest
 from moonpool.kv.block_hash import NamespaceSeed
 from moonpool.memory.worker_memory import WorkerMemory
@@ -127,11 +130,13 @@ class WorkerShell:
         clock: Clock,
         namespace_seed: Callable[[InferenceRequest], NamespaceSeed],
         offload: KvOffload | None = None,
+        stage: Callable[[tuple[BlockHash, ...]], None] | None = None,
         is_checked: bool = False,
     ) -> None:
         self.hello = hello
         self._handoffs = handoffs
         self._send_command = send_command
+        self._stage = stage
         #: Sources that this worker reads from.
         self.peers = peers
         self._books = books
@@ -363,6 +368,8 @@ class WorkerShell:
                 self.streams.send(stream_id, message)
             case EndStream(stream_id=stream_id):
                 self.streams.end(stream_id)
+            case TellAhead():
+                self._sources.tell_ahead(effect, self.tasks)
             case OpenStream(open=open_):
                 if isinstance(open_, Open):
                     self._failpoints.hit("decode.after_reserve")
@@ -381,6 +388,9 @@ class WorkerShell:
                 self.holder_leases.end(lease_id)
                 if self.offload is not None:
                     self.offload.read_ended(lease_id)
+            case StagePrefix(hashes=hashes):
+                if self._stage is not None:
+                    self._stage(hashes)
             case RecordFetch():
                 self._record_fetch(effect)
 

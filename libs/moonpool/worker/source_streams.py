@@ -18,7 +18,7 @@ import grpc
 import structlog
 
 from moonpool.errors import MoonpoolError
-from moonpool.handoff.effects import OpenStream
+from moonpool.handoff.effects import OpenStream, TellAhead
 from moonpool.handoff.events import (
     HandoffEvent,
     HolderMessageReceived,
@@ -98,6 +98,25 @@ class SourceStreams:
             case None:
                 pass
 
+    def tell_ahead(self, effect: TellAhead, tasks: asyncio.TaskGroup) -> None:
+        """Connect to the peer if need be, and tell it. It ends the lease itself; a peer that is lost is not told."""
+        tasks.create_task(self._tell_ahead(effect, tasks))
+
+    async def _tell_ahead(self, effect: TellAhead, tasks: asyncio.TaskGroup) -> None:
+        attempt_id = effect.open.attempt_id
+        try:
+            peer = await self._peers.get(effect.source)
+        except MoonpoolError as error:
+            log.info("kv.ahead_untold", attempt=str(attempt_id), why=error.message)
+            return
+        peer.prefixes.open(
+            effect.open,
+            traceparent=self._book.traceparent(attempt_id),
+            tasks=tasks,
+            on_message=_ignore,
+            on_end=_ignore,
+        )
+
     async def _run(self, effect: OpenStream, tasks: asyncio.TaskGroup) -> None:
         attempt_id, source = effect.attempt_id, effect.source
         try:
@@ -167,3 +186,7 @@ class SourceStreams:
             )
             self._book.committed(attempt_id, times)
         return SourceMessageReceived(message=message)
+
+
+def _ignore(_what: object) -> None:
+    """Nobody waits for it."""

@@ -178,6 +178,9 @@ class StoreService:
         def send_command(command: Command) -> None:
             engines[0].send(command)
 
+        def stage(hashes: tuple[BlockHash, ...]) -> None:
+            engines[0].stage(hashes)
+
         def on_dropped(hashes: Sequence[BlockHash], reason: DropReason) -> None:
             # What goes while the log is opened was never told to be there.
             for engine in engines:
@@ -192,6 +195,7 @@ class StoreService:
             handoff=handoff_config(layout),
             fetch=fetch_config(layout),
             send_command=send_command,
+            stage=stage,
         )
         disk = await self._enter_disk(life, hello, layout, on_dropped=on_dropped, keep_hot=keep_hot)
         parts.memory.seal()

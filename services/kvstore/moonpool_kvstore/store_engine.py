@@ -68,6 +68,7 @@ from moonpool.tiering.protocol import (
     PrefixLoading,
     Put,
     PutAnswered,
+    StageBlocks,
     StoreCommand,
     StoreFrame,
     StoreStats,
@@ -227,6 +228,10 @@ class StoreEngine:
         if not self._is_flush_planned:
             self._is_flush_planned = True
             self._loop.call_soon(self._flush)
+
+    def stage(self, hashes: tuple[BlockHash, ...]) -> None:
+        """A reader will want this chain soon; never waits."""
+        self.send(StageBlocks(hashes=hashes))
 
     async def put(self, offer: PutOffer) -> PutAnswer:
         """Take an offer; the answer comes before anything is read.
