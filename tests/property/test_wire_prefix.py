@@ -67,7 +67,13 @@ def over_the_wire(message: MessageT) -> MessageT:
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,20}", fullmatch=True)
 keys = st.builds(WorkerKey, worker_id=names.map(WorkerId), incarnation=names.map(Incarnation))
-peers = st.builds(PeerPrefix, key=keys, address=addresses, num_tokens=st.integers(1, 2**20))
+peers = st.builds(
+    PeerPrefix,
+    key=keys,
+    address=addresses,
+    num_tokens=st.integers(1, 2**20),
+    is_store=st.booleans(),
+)
 hashes = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=6).map(
     lambda values: tuple(map(BlockHash, values))
 )

@@ -106,6 +106,15 @@ def test_what_is_not_finite_stays_with_those_that_see_it(
 
 
 @needs_products
+@pytest.mark.parametrize("value", [1e20, 1e30, 1e34])
+def test_scores_of_any_size_give_weights(value: float) -> None:
+    """One token has all of the weight, or none."""
+    sequences = Sequences(rounding(), [300], group=3, dim=64, dtype="bfloat16")
+    sequences.spoil(0, 130, value)
+    assert sequences.attend([(0, 0, 300)]).isfinite().all()
+
+
+@needs_products
 @pytest.mark.parametrize("num_queries", [1, 40])
 def test_queries_are_rounded_to_the_nearest(num_queries: int) -> None:
     layout = make_layout("bfloat16")

@@ -291,6 +291,34 @@ def test_the_first_connection_is_not_part_of_what_a_read_takes() -> None:
     assert read_from(1.0) == pytest.approx(0.51, rel=0.01)
 
 
+def test_what_comes_from_memory_says_nothing_of_a_disk_that_is_read_beside_it() -> None:
+    chooser = FetchChooser(FetchConfig(block_bytes=BLOCK_BYTES), block_size=BLOCK_SIZE)
+    chooser.prefill_cost = COST
+    peer = PeerPrefix(key=HOLDER, address="h:1", num_tokens=2_048)
+    num_bytes = 2_048 // BLOCK_SIZE * BLOCK_BYTES
+
+    def predicted_s() -> float:
+        plan = chooser.choose(peer, num_cached_tokens=0, num_tokens=2_048, now=0.0)
+        assert plan is not None
+        return plan.predicted_s
+
+    alone_s = predicted_s()
+    on_disk = chooser.begin(HOLDER, num_bytes=num_bytes, now=0.0)
+    on_disk = chooser.waits_for_disk(on_disk, 0.0)
+    # Nor does what waits for a disk stand before it in memory.
+    assert predicted_s() == alone_s
+    for _ in range(10):
+        in_memory = chooser.begin(HOLDER, num_bytes=num_bytes, now=0.0)
+        chooser.came(in_memory, num_bytes)
+        chooser.ended(in_memory, num_bytes=num_bytes, recompute_s=2.0, now=0.02)
+    chooser.came(on_disk, num_bytes)
+    chooser.ended(on_disk, num_bytes=num_bytes, recompute_s=2.0, now=1.0)
+    again = chooser.begin(HOLDER, num_bytes=num_bytes, now=1.0)
+    plan = chooser.choose_disk(again, num_cached_tokens=0, num_tokens=2_048, now=1.0)
+    assert plan is not None
+    assert plan.predicted_s == pytest.approx(1.0, rel=0.05)
+
+
 def test_what_is_known_of_peers_is_bounded() -> None:
     chooser = FetchChooser(FetchConfig(), block_size=BLOCK_SIZE)
     keys = [WorkerKey(WorkerId(f"w{n}"), Incarnation("1")) for n in range(1_100)]

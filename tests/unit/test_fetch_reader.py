@@ -423,8 +423,11 @@ def test_what_nobody_can_predict_goes_on_while_pieces_come() -> None:
 # -- who waits for its turn --
 
 
-def named_by_a_request(r: Reader) -> list[object]:
-    return r(PeerNamed(attempt_id=A, peer=PEER, request=make_request("a", prompt=range(30))))
+STORE = replace(PEER, is_store=True)
+
+
+def named_by_a_request(r: Reader, peer: PeerPrefix = STORE) -> list[object]:
+    return r(PeerNamed(attempt_id=A, peer=peer, request=make_request("a", prompt=range(30))))
 
 
 def test_who_waits_for_its_turn_tells_its_peer_what_it_will_want(r: Reader) -> None:
@@ -437,6 +440,24 @@ def test_who_waits_for_its_turn_tells_its_peer_what_it_will_want(r: Reader) -> N
     # Once.
     assert r.machine.next_wakeup() is None
     assert r.core(RESERVED) == [OPEN]
+
+
+def test_nobody_tells_ahead_what_it_will_not_read_from() -> None:
+    r = Reader(FetchMode.NEVER)
+    named_by_a_request(r)
+    assert r.at(0.02) == []
+    r = Reader()
+    named_by_a_request(r, PEER)  # a worker has no disk
+    assert r.machine.next_wakeup() is None
+    r = Reader()
+    r.reserve()
+    r(StreamBroken(attempt_id=A))
+    named_by_a_request(r)
+    assert r.at(0.02) == []  # it is left alone
+    r = Reader()
+    let_the_disk_down(r)
+    named_by_a_request(r)
+    assert r.at(5.1) == []
 
 
 def test_whose_turn_it_is_tells_nothing_ahead(r: Reader) -> None:
@@ -550,6 +571,25 @@ def test_a_disk_that_brings_nothing_in_the_holders_time_is_slow(r: Reader) -> No
     assert (end[2].outcome, end[2].num_held_tokens) == (FetchOutcome.ABSENT, 16)
     r.reserve()
     assert r.holder(staging(0))[:2] == [CLOSE, ended(4)]
+
+
+def test_a_disk_that_brings_nothing_is_slow_also_where_something_was_ready(r: Reader) -> None:
+    r.reserve()
+    r.holder(staging(2))
+    r.now = 1.0
+    assert r.holder(opened(2)) == [start_read(0, 1, 2)]
+    end = r.done(0)
+    assert isinstance(end[2], RecordFetch)
+    assert (end[2].outcome, end[2].num_held_tokens) == (FetchOutcome.MEMORY_ONLY, None)
+    r.reserve()
+    assert r.holder(staging(0))[:2] == [CLOSE, ended(4)]
+
+
+def test_a_holder_that_says_twice_that_it_goes_to_its_disk_is_not_trusted(r: Reader) -> None:
+    r.reserve()
+    r.holder(staging(2))
+    assert r.holder(staging(2)) == [CLOSE, ended(4), record(FetchOutcome.LOST, held=4)]
+    assert r.machine.worth_asking(PEER, r.now) is None
 
 
 def test_what_was_ready_and_has_gone_to_the_disk_meanwhile(r: Reader) -> None:

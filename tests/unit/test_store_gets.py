@@ -107,19 +107,75 @@ def test_a_long_run_is_loaded_in_pieces_and_told_when_all_are_here() -> None:
     assert store.say(loaded(second)).replies == (_locked(1, 0, 1, 2, 3, 4),)
 
 
+def _stage(store: Store, tokens: str) -> StoreFrame:
+    return store.say(StageBlocks(hashes=chain(tokens)))
+
+
 def test_what_will_be_wanted_is_loaded_for_nobody_yet() -> None:
-    store = _restarted("abc")
-    frame = store.say(StageBlocks(hashes=chain("abcd")))
-    assert frame == make_frame(work=(_load(1, "abc", 0, 0, 1, 2),), referenced=3)
+    store = _restarted("abc", 16)
+    frame = _stage(store, "abcd")
+    assert frame == make_frame(work=(_load(1, "abc", 0, 0, 1, 2),), total=16, referenced=3)
     # Twice is once, and a get joins what is under way.
-    assert store.say(StageBlocks(hashes=chain("abcd"))) == make_frame(referenced=3)
+    assert _stage(store, "abcd") == make_frame(total=16, referenced=3)
     assert store.lock("abc", 1).replies == (_loading(1, 0, 3),)
     (load,) = _loads(frame)
     assert store.say(loaded(load)).replies == (_locked(1, 0, 1, 2),)
     store.unlock(1)
     # All of it is in memory: there is nothing to do, and nothing is counted.
-    assert store.say(StageBlocks(hashes=chain("abcd"))) == make_frame(cached=3)
+    assert _stage(store, "abcd") == make_frame(total=16, cached=3)
     assert store.core.stats(0.0).num_gets == 1
+
+
+def test_what_is_loaded_ahead_fills_a_part_of_the_arena_until_it_is_asked_for() -> None:
+    store = Store(16, has_disk=True)
+    for tokens in ("abcd", "efgh"):
+        store.say(found(chain(tokens)))
+    (load,) = _loads(_stage(store, "abcd"))
+    store.say(loaded(load))
+    assert _loads(_stage(store, "efgh")) == []
+    assert store.get("abcd") == 4
+    (load,) = _loads(_stage(store, "efgh"))
+    assert len(load.blocks) == 4
+    store.say(loaded(load))
+    assert _loads(_stage(store, "abcd")) == []
+    # What was pushed out by others is asked for no more.
+    store.drop_from_host()
+    assert len(_loads(_stage(store, "abcd"))) == 1
+
+
+def test_nothing_is_loaded_ahead_while_a_reader_waits_for_the_disk() -> None:
+    store = _restarted("abc", 16)
+    store.say(found(chain("xyz")))
+    (load,) = _loads(store.lock("abc", 1))
+    assert _loads(_stage(store, "xyz")) == []
+    store.say(loaded(load))
+    assert len(_loads(_stage(store, "xyz"))) == 1
+
+
+def test_what_is_loaded_ahead_leaves_room_in_the_disks_queue() -> None:
+    store = _restarted("abcdef", 64, max_loading_blocks=8)
+    store.say(found(chain("uvwxyz")))
+    (load,) = _loads(_stage(store, "abcdef"))
+    assert len(load.blocks) == 4
+    assert store.lock("uvwx", 1).replies == (_loading(1, 0, 4),)
+
+
+def test_loading_ahead_is_no_use_of_its_own() -> None:
+    """A chain that is read once lies where it lies when it was loaded by whoever read it."""
+    once, ahead = (_restarted("abc", 16, eviction=EvictionName.S3_FIFO) for _ in range(2))
+    for store in (once, ahead):
+        if store is ahead:
+            (load,) = _loads(_stage(store, "abc"))
+            store.say(loaded(load))
+            assert store.get("abc") == 3
+        else:
+            (load,) = _loads(store.lock("abc", 1))
+            store.say(loaded(load))
+            store.unlock(1)
+        # A scan: what was read once goes first, before what was put after it.
+        store.put("nopqrstuvwxyz")
+        store.put("N")
+    assert once.get("abc") == ahead.get("abc")
 
 
 def test_a_store_that_drains_stages_nothing() -> None:

@@ -18,6 +18,7 @@ from moonpool.inference.request import InferenceRequest
 from moonpool.routing.config import PolicyName, RoutingConfig
 from moonpool.routing.query import PlacementQuery
 from moonpool.routing.selector import PlacementDecision, PrefillPlan, Selector
+from moonpool.routing.worker_view import WorkerRole
 
 #: How many leading tokens of prompt + emitted each worker is believed to have cached; workers that hold
 #: nothing are left out.
@@ -138,5 +139,10 @@ class Placer:
     def _peer(self, plan: PrefillPlan) -> PeerPrefix | None:
         if plan.peer is None:
             return None
-        address = self._fleet.info(plan.peer.key).address
-        return PeerPrefix(key=plan.peer.key, address=address, num_tokens=plan.peer.num_tokens)
+        info = self._fleet.info(plan.peer.key)
+        return PeerPrefix(
+            key=plan.peer.key,
+            address=info.address,
+            num_tokens=plan.peer.num_tokens,
+            is_store=info.role is WorkerRole.STORE,
+        )

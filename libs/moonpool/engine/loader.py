@@ -44,7 +44,7 @@ def load_model(
         computed = torch.float32 if is_emulated else stored
     else:
         computed = TORCH_DTYPES[compute_dtype]
-    is_rounding = computed is torch.bfloat16 and kernels.has_bfloat16_products
+    is_rounding = stored is computed is torch.bfloat16 and kernels.has_bfloat16_products
     if is_rounding:
         computed = torch.float32
     config = model_dir.config

@@ -134,7 +134,7 @@ def _attention(
             LeafGeometry.of_layout(pool.layout),
             group_size=num_heads // pool.num_kv_heads,
             is_bfloat16=pool.dtype is torch.bfloat16,
-            is_rounding=model.is_rounding,
+            is_rounding=model.is_rounding and pool.dtype is torch.bfloat16,
         )
         if attention is not None:
             return NativePagedAttention(attention)

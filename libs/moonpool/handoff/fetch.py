@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moonpool.core.protocol import FetchReserved
 from moonpool.handoff.arrival import Arrival
 from moonpool.handoff.effects import FetchOutcome
-from moonpool.handoff.fetch_choice import FetchPlan, FetchTicket
+from moonpool.handoff.fetch_choice import FetchPlan, FetchTicket, Tier
 from moonpool.handoff.messages import PeerPrefix, PrefixOpened, PrefixRefusal, PrefixStaging
 from moonpool.ids import AttemptId
 from moonpool.inference.request import InferenceRequest
@@ -86,6 +86,23 @@ class Fetch:
             self.outcome,
             self.stop_at is None,
         )
+
+    @property
+    def is_waiting_for_disk(self) -> bool:
+        """Or has waited for it until the holder answered."""
+        return self.ticket is not None and self.ticket.tier is Tier.DISK
+
+    @property
+    def has_left_disk(self) -> bool:
+        """Only what the holder had in memory is read, though it has more on its disk."""
+        return (
+            self.staging is not None and self.ticket is not None and self.ticket.tier is Tier.MEMORY
+        )
+
+    @property
+    def num_ready_blocks(self) -> int:
+        """Of what was wanted of a holder that went to its disk."""
+        return self.staging.num_ready_blocks if self.staging is not None else 0
 
     def num_wanted_blocks(self, block_size: int) -> int:
         """Blocks that were reserved for it. Not while it is ASKED."""

@@ -72,7 +72,7 @@ class FetchTicket:
     begun_at: float
     #: What is measured begins here.
     measured_at: float
-    #: What the peer had delivered in all by then.
+    #: What that tier of the peer had delivered in all by then.
     num_bytes_before: int
 
 
@@ -82,6 +82,10 @@ class _TierView:
 
     fit: TransferFit = field(default_factory=TransferFit)
     num_fetching: int = 0
+    #: Bytes that fetches under way have asked for and not received.
+    num_bytes_due: int = 0
+    #: Bytes received in all.
+    num_bytes_come: int = 0
     #: The last fetch was faster than computing.
     is_proven: bool = False
     #: A fetch has let us down since one was faster than computing.
@@ -103,10 +107,6 @@ class _Peer:
 
     memory: _TierView = field(default_factory=_TierView)
     disk: _TierView = field(default_factory=_TierView)
-    #: Bytes that fetches under way have asked for and not received.
-    num_bytes_due: int = 0
-    #: Bytes received in all.
-    num_bytes_come: int = 0
     #: Times that it was lost, or would not, since a fetch came to its end.
     num_failures: int = 0
     leave_until: float = float("-inf")
@@ -150,7 +150,6 @@ class FetchChooser:
             return None
         return self._plan(
             known.memory,
-            num_bytes_due=known.num_bytes_due,
             num_cached_tokens=num_cached_tokens,
             num_tokens=num_tokens,
             now=now,
@@ -163,10 +162,8 @@ class FetchChooser:
 
         None: do not wait for that. Changes nothing: `waits_for_disk` and `leaves_disk` do.
         """
-        known = self._peers[ticket.key]
         return self._plan(
-            known.disk,
-            num_bytes_due=known.num_bytes_due - ticket.num_bytes,
+            self._peers[ticket.key].disk,
             num_cached_tokens=num_cached_tokens,
             num_tokens=num_tokens,
             now=now,
@@ -176,7 +173,6 @@ class FetchChooser:
         self,
         known: _TierView,
         *,
-        num_bytes_due: int,
         num_cached_tokens: int,
         num_tokens: int,
         now: float,
@@ -192,7 +188,7 @@ class FetchChooser:
             num_peer_tokens=num_tokens,
             bytes_per_token=config.block_bytes // self._block_size,
         )
-        predicted_s = choice.load_s + num_bytes_due / cost.bytes_per_s
+        predicted_s = choice.load_s + known.num_bytes_due / cost.bytes_per_s
         recompute_s = choice.recompute_s
         if config.mode is FetchMode.ALWAYS:
             patience_s = limit_s = config.always_s
@@ -239,6 +235,13 @@ class FetchChooser:
         if key in self._peers:
             self._peers[key].memory.num_passed_over += 1
 
+    def may_tell(self, key: WorkerKey, now: float) -> bool:
+        """Whether a peer that will perhaps be read from is worth preparing for it."""
+        known = self._peers.get(key) or _Peer()
+        if self._config.mode is FetchMode.NEVER or now < known.leave_until:
+            return False
+        return not known.disk.is_doubted or known.disk.fit.is_probe_due(now)
+
     def _may_probe(self, known: _TierView, recompute_s: float, now: float) -> bool:
         if known.num_fetching or not known.fit.is_probe_due(now):
             return False
@@ -259,7 +262,7 @@ class FetchChooser:
         self._peers.move_to_end(key)
         known.memory.num_fetching += 1
         known.memory.num_passed_over = 0
-        known.num_bytes_due += num_bytes
+        known.memory.num_bytes_due += num_bytes
         if len(self._peers) > _MAX_PEERS:
             idle = next((k for k, peer in self._peers.items() if not peer.num_fetching), None)
             if idle is not None:
@@ -270,7 +273,7 @@ class FetchChooser:
             num_bytes=num_bytes,
             begun_at=now,
             measured_at=now,
-            num_bytes_before=known.num_bytes_come,
+            num_bytes_before=known.memory.num_bytes_come,
         )
 
     def opened(self, ticket: FetchTicket, now: float) -> FetchTicket:
@@ -287,11 +290,16 @@ class FetchChooser:
         """The peer has said that it goes to its disk, and that is waited for. Goes on with the ticket returned."""
         known = self._peers[ticket.key]
         known.memory.num_fetching -= 1
+        known.memory.num_bytes_due -= ticket.num_bytes
         known.disk.num_fetching += 1
+        known.disk.num_bytes_due += ticket.num_bytes
         known.disk.num_passed_over = 0
         is_connected = known.memory.fit.is_measured or known.disk.fit.is_measured
         return replace(
-            ticket, tier=Tier.DISK, measured_at=ticket.measured_at if is_connected else now
+            ticket,
+            tier=Tier.DISK,
+            measured_at=ticket.measured_at if is_connected else now,
+            num_bytes_before=known.disk.num_bytes_come,
         )
 
     def leaves_disk(self, ticket: FetchTicket, *, num_bytes: int, now: float) -> FetchTicket:
@@ -306,23 +314,25 @@ class FetchChooser:
             )
             known.disk.num_fetching -= 1
             known.memory.num_fetching += 1
+            known.disk.num_bytes_due -= ticket.num_bytes
+            known.memory.num_bytes_due += ticket.num_bytes
         else:
             known.disk.num_passed_over += 1
-        known.num_bytes_due -= ticket.num_bytes - num_bytes
+        known.memory.num_bytes_due -= ticket.num_bytes - num_bytes
         return replace(
             ticket,
             tier=Tier.MEMORY,
             num_bytes=num_bytes,
             begun_at=now,
             measured_at=now,
-            num_bytes_before=known.num_bytes_come,
+            num_bytes_before=known.memory.num_bytes_come,
         )
 
     def came(self, ticket: FetchTicket, num_bytes: int) -> None:
         """A piece is here."""
-        known = self._peers[ticket.key]
-        known.num_bytes_due -= num_bytes
-        known.num_bytes_come += num_bytes
+        view = self._peers[ticket.key].tier(ticket.tier)
+        view.num_bytes_due -= num_bytes
+        view.num_bytes_come += num_bytes
 
     # -- after: exactly one of these --
 
@@ -338,7 +348,7 @@ class FetchChooser:
         view.is_proven, view.is_doubted = not is_late, is_late
         view.fit.observe(
             # With what others read from the peer meanwhile: it is the peer that is measured.
-            num_bytes=known.num_bytes_come - ticket.num_bytes_before,
+            num_bytes=view.num_bytes_come - ticket.num_bytes_before,
             elapsed_s=now - ticket.measured_at,
             is_late=is_late,
             now=now,
@@ -370,8 +380,9 @@ class FetchChooser:
 
     def _finish(self, ticket: FetchTicket, num_bytes: int) -> _Peer:
         known = self._peers[ticket.key]
-        known.tier(ticket.tier).num_fetching -= 1
-        known.num_bytes_due -= ticket.num_bytes - num_bytes
+        view = known.tier(ticket.tier)
+        view.num_fetching -= 1
+        view.num_bytes_due -= ticket.num_bytes - num_bytes
         self._transfer_costs = None
         return known
 
@@ -389,9 +400,9 @@ class FetchChooser:
         """Check every invariant; for tests and debugging."""
         assert sum(known.num_fetching for known in self._peers.values()) == num_fetching
         for known in self._peers.values():
-            assert known.num_bytes_due >= 0, known
-            assert known.num_fetching or not known.num_bytes_due, known
             for view in (known.memory, known.disk):
                 view.fit.validate()
                 assert view.num_fetching >= 0, known
+                assert view.num_bytes_due >= 0, known
+                assert view.num_fetching or not view.num_bytes_due, known
                 assert not (view.is_proven and view.is_doubted), known

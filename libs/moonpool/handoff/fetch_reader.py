@@ -13,7 +13,7 @@ Rules
 - Only what is verified counts, and only as a prefix. What is read piece by piece is told as it comes.
 - The lease stays open until the last read has ended, since it is the lock on the holder's blocks;
   unless the blocks are not wanted any more.
-- Who waits for its turn has its peer told what it will want: then a disk is read while the request queues.
+- Who waits for its turn has a store told what it will want, so that its disk is read while the request queues.
 - It is timed: when the first piece, or the next, takes longer than it may (FetchChooser), or the rest
   would be computed sooner, the reads are stopped; what has come stays.
 
@@ -37,8 +37,8 @@ Life of one fetch
     any        Abort, core Revoked, attempt ended      CloseStream, StopReads             -> ENDING
     ENDING     no read is outstanding                  core ReadEnded                     -> ended
 
-What it deliberately does not do: it asks one peer, once for all and perhaps once more for what is ready, never mixes sources within a block, and never
-looks into a digest.
+What it deliberately does not do: it asks one peer, once for all and perhaps once more for what is ready,
+never mixes sources within a block, and never looks into a digest.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class FetchReads:
         match event:
             case PeerNamed(attempt_id=attempt_id, peer=peer, request=request):
                 assert attempt_id not in self._fetches, attempt_id
-                can_tell = request is not None and self._hash_chain is not None
+                can_tell = peer.is_store and request is not None and self._hash_chain is not None
                 self._fetches[attempt_id] = Fetch(
                     attempt_id=attempt_id,
                     peer=peer,
@@ -177,7 +177,7 @@ class FetchReads:
         """Do what is due. Call at `next_wakeup()` or later; too early or too often does nothing."""
         for fetch in list(self._fetches.values()):
             if fetch.ahead_at is not None and fetch.ahead_at <= now:
-                self._tell_ahead(fetch)
+                self._tell_ahead(fetch, now)
             if fetch.stop_at is not None and fetch.stop_at <= now:
                 self._on_time_up(fetch, now)
         return self._take_effects()
@@ -336,11 +336,13 @@ class FetchReads:
 
     # -- the holder --
 
-    def _tell_ahead(self, fetch: Fetch) -> None:
-        """It waits for its turn: tell the peer what it will want."""
+    def _tell_ahead(self, fetch: Fetch, now: float) -> None:
+        """It waits for its turn: tell the store what it will want."""
         request, fetch.request, fetch.ahead_at = fetch.request, None, None
         assert request is not None, fetch
         assert self._hash_chain is not None, fetch
+        if not self.chooser.may_tell(fetch.peer.key, now):
+            return
         hashes = tuple(self._hash_chain(request))
         hashes = hashes[: fetch.peer.num_tokens // self._config.block_size]
         if hashes:
@@ -372,11 +374,11 @@ class FetchReads:
         ticket, reserved = fetch.ticket, fetch.reserved
         assert ticket is not None, fetch
         assert reserved is not None, fetch
-        if fetch.staging is not None:
+        if fetch.has_left_disk:
             # What was ready is so no more.
             self._stop(fetch, FetchOutcome.ABSENT, now)
             return
-        if message.num_blocks > fetch.num_open_blocks:
+        if fetch.staging is not None or message.num_blocks > fetch.num_open_blocks:
             self._stop(fetch, FetchOutcome.LOST, now)
             return
         fetch.staging = message
@@ -424,8 +426,7 @@ class FetchReads:
         self._open_lease(fetch, num_blocks)
 
     def _on_time_up(self, fetch: Fetch, now: float) -> None:
-        assert fetch.ticket is not None, fetch
-        if fetch.state is FetchState.OPENING and fetch.ticket.tier is Tier.DISK:
+        if fetch.state is FetchState.OPENING and fetch.is_waiting_for_disk:
             self._leave_disk(fetch, FetchOutcome.SLOW, now)
         else:
             self._stop(fetch, FetchOutcome.SLOW, now)
@@ -438,6 +439,11 @@ class FetchReads:
         elif num_blocks > fetch.num_open_blocks or len(message.digests) % num_blocks:
             self._stop(fetch, FetchOutcome.LOST, now)
         else:
+            if fetch.is_waiting_for_disk and num_blocks <= fetch.num_ready_blocks:
+                # It waited for its disk as long as it does, in vain.
+                fetch.ticket = self.chooser.leaves_disk(
+                    fetch.ticket, num_bytes=num_blocks * self._block_bytes, now=now
+                )
             fetch.state = FetchState.READING
             fetch.opened, fetch.opened_at = message, now
             fetch.ticket = self.chooser.opened(fetch.ticket, now)
@@ -578,10 +584,9 @@ class FetchReads:
             assert fetch.opened is not None, fetch
             num_blocks = len(fetch.opened.block_ids)
             assert fetch.num_asked_blocks == num_blocks, fetch
-            assert fetch.ticket is not None, fetch
             if num_blocks == fetch.num_wanted_blocks(self._config.block_size):
                 fetch.outcome = FetchOutcome.WHOLE
-            elif fetch.staging is not None and fetch.ticket.tier is Tier.MEMORY:
+            elif fetch.has_left_disk:
                 fetch.outcome = FetchOutcome.MEMORY_ONLY
             else:
                 fetch.outcome = FetchOutcome.SHORT

@@ -70,6 +70,8 @@ class PeerPrefix:
     address: str
     #: Leading tokens of prompt + emitted that it is believed to hold; a multiple of the block size.
     num_tokens: int
+    #: It may have some of them on a disk only.
+    is_store: bool = False
 
     @property
     def ref(self) -> SourceRef:

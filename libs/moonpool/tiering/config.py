@@ -68,6 +68,8 @@ class StoreConfig:
     #: Blocks of one LoadBlocks, and of all at the same time.
     max_load_blocks: int = 32
     max_loading_blocks: int = 512
+    #: The part of the arena that is loaded into ahead of gets, at most, and not asked for since.
+    ahead_share: float = 0.25
     #: A get that waits for the disk is told by then of what lies in the arena; the rest is loaded all the
     #: same. A reader waits for its lock 2 s at most (handoff/config.py).
     load_patience_s: float = 1.0
@@ -92,6 +94,7 @@ class StoreConfig:
         assert 0.0 < self.high_water <= 1.0, self.high_water
         assert 0.0 <= self.evict_share < 1.0, self.evict_share
         assert min(self.num_blocks, self.block_size, self.block_bytes) > 0, self
+        assert 0.0 <= self.ahead_share <= 1.0, self.ahead_share
         assert min(self.max_load_blocks, self.max_write_blocks, self.max_writes) > 0, self
         floors = sum(quota.floor_blocks for quota in self.tenants)
         assert floors <= self.num_blocks, (floors, self.num_blocks)

@@ -20,6 +20,8 @@ Rules
 - A get holds every block of its run from the start, so nothing of it is evicted while the rest is loaded.
 - The disk is read as far as there is room in the arena and in its queue, and not at all while its breaker
   is open: then the run ends where HOST does, and nobody joins those that wait for it.
+- What is loaded for nobody yet has half of the disk's queue, waits for whoever does have a reader, and fills a
+  part of the arena at most: so it neither delays a get nor pushes out what it loaded itself.
 - The disk is slow if it brings nothing within a get's patience. If it brings something, it is only busy.
 """
 
@@ -78,6 +80,8 @@ class Gets:
         #: Those that wait, in order of beginning.
         self._waiting: dict[int, _Get] = {}
         self._loads = Loads()
+        #: Loaded for nobody yet, and not asked for since.
+        self._ahead: dict[BlockHash, None] = {}
         #: When the disk last brought something in time.
         self._came_at = float("-inf")
         self.num_gets = 0
@@ -127,7 +131,12 @@ class Gets:
 
     def stage(self, hashes: Sequence[BlockHash], now: float) -> None:
         """A reader will want the leading run of a chain: load what of it lies on disk only, for nobody yet."""
-        self._gets[_NOBODY] = self._plan(_NOBODY, hashes, now)
+        if self._waiting:
+            return
+        get = self._plan(_NOBODY, hashes, now, is_ahead=True)
+        self._gets[_NOBODY] = get
+        for position in get.staged:
+            self._ahead[hashes[position]] = None
         self.unlock(_NOBODY)
 
     def unlock(self, read_id: int) -> None:
@@ -194,7 +203,9 @@ class Gets:
 
     # -- how --
 
-    def _plan(self, read_id: int, hashes: Sequence[BlockHash], now: float) -> _Get:
+    def _plan(
+        self, read_id: int, hashes: Sequence[BlockHash], now: float, *, is_ahead: bool = False
+    ) -> _Get:
         """Hold the run, and begin the loads that it needs."""
         catalogue, loads = self._catalogue, self._loads
         find, disk = catalogue.host.find, catalogue.disk
@@ -223,8 +234,13 @@ class Gets:
                     break
             block_ids.append(block_id)
         here = [block_id for block_id in block_ids if block_id != NOT_IN_ARENA]
-        catalogue.host.acquire(here, is_found=True)
+        # Whoever finds what was loaded ahead is who it was loaded for: that is one use.
+        ahead = set(here) if is_ahead else self._take_ahead(hashes, block_ids)
+        catalogue.host.acquire([one for one in here if one not in ahead], is_found=True)
+        catalogue.host.acquire([one for one in here if one in ahead])
         num_stageable = self._num_stageable(hashes, lacking, now)
+        if is_ahead:
+            num_stageable = min(num_stageable, self._num_stageable_ahead())
         get = _Get(
             read_id=read_id,
             block_ids=block_ids,
@@ -259,6 +275,29 @@ class Gets:
         if disk.reads.state(now) is BreakerState.HALF_OPEN:
             num_blocks = min(num_blocks, self._config.max_load_blocks)
         return max(num_blocks, 0)
+
+    def _take_ahead(
+        self, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId]
+    ) -> set[BlockId]:
+        """Which blocks of a run that is asked for now were loaded ahead; from here on they are like others."""
+        if not self._ahead:
+            return set()
+        run = zip(hashes, block_ids, strict=False)
+        ahead = {one: block_id for one, block_id in run if one in self._ahead}
+        for block_hash in ahead:
+            del self._ahead[block_hash]
+        return set(ahead.values())
+
+    def _num_stageable_ahead(self) -> int:
+        """How many blocks may be loaded for nobody yet."""
+        most = int(self._config.num_blocks * self._config.ahead_share)
+        if len(self._ahead) >= most:
+            find = self._catalogue.host.find
+            for block_hash in list(self._ahead):
+                if find(block_hash) is None and block_hash not in self._loads:
+                    del self._ahead[block_hash]
+        num_queued = self._config.max_loading_blocks // 2 - self._loads.num_blocks
+        return max(min(most - len(self._ahead), num_queued), 0)
 
     def _stage(
         self, get: _Get, hashes: Sequence[BlockHash], positions: Sequence[int], now: float

@@ -328,7 +328,10 @@ def _peer_to_pb(peer: PeerPrefix | None) -> pb.Peer | None:
     if peer is None:
         return None
     return pb.Peer(
-        worker=worker_key_to_pb(peer.key), grpc_address=peer.address, num_tokens=peer.num_tokens
+        worker=worker_key_to_pb(peer.key),
+        grpc_address=peer.address,
+        num_tokens=peer.num_tokens,
+        is_store=peer.is_store,
     )
 
 
@@ -337,6 +340,7 @@ def _peer_from_pb(message: pb.Peer, path: str) -> PeerPrefix:
         key=worker_key_from_pb(message.worker, f"{path}.worker"),
         address=address(message.grpc_address, f"{path}.grpc_address"),
         num_tokens=between(message.num_tokens, f"{path}.num_tokens", low=1, high=2 * MAX_TOKENS),
+        is_store=message.is_store,
     )
 
 

@@ -164,14 +164,16 @@ class Source(_message.Message):
     def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., grpc_address: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("worker", "grpc_address", "num_tokens")
+    __slots__ = ("worker", "grpc_address", "num_tokens", "is_store")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_STORE_FIELD_NUMBER: _ClassVar[int]
     worker: _request_pb2.WorkerKey
     grpc_address: str
     num_tokens: int
-    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., grpc_address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    is_store: bool
+    def __init__(self, worker: _Optional[_Union[_request_pb2.WorkerKey, _Mapping]] = ..., grpc_address: _Optional[str] = ..., num_tokens: _Optional[int] = ..., is_store: _Optional[bool] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
     __slots__ = ("request", "attempt", "deadline_ms", "peer")

@@ -175,9 +175,10 @@ static void score_step(const tile *tile, int64_t token, const uint8_t *keys,
 
 /* -- softmax -- */
 
-/* 2^x within 3e-6 of it, 1 for 0: a polynomial fitted to [-1/2, 1/2]. */
+/* 2^x within 3e-6 of it, 1 for 0, 0 far below; NaN stays NaN. A polynomial fitted to [-1/2, 1/2]. */
 MP_INLINE __m512 power_of_two(__m512 x)
 {
+    x = _mm512_max_ps(_mm512_set1_ps(-1e4f), x); /* infinity has no whole part; of NaN it gives NaN */
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(9.5828520e-3f);
@@ -205,7 +206,7 @@ static void soften_segment(const tile *tile, int64_t line, int64_t num_tokens, f
         for (int i = 0; i < 2; i++)
             largest[i] = _mm512_max_ps(largest[i], _mm512_loadu_ps(scores + t + i * LANES));
     const float top = largest_of_lanes((floats)_mm512_max_ps(largest[0], largest[1]));
-    const __m512 by = _mm512_set1_ps(factor), offset = _mm512_set1_ps(top * factor);
+    const __m512 by = _mm512_set1_ps(factor), highest = _mm512_set1_ps(top);
     const __m512 shrunk =
         power_of_two(_mm512_set1_ps((tile->largest[line] - top) * factor));
     tile->largest[line] = top;
@@ -215,7 +216,8 @@ static void soften_segment(const tile *tile, int64_t line, int64_t num_tokens, f
         MP_UNROLL
         for (int i = 0; i < 2; i++) {
             const __m512 score = _mm512_loadu_ps(scores + t + i * LANES);
-            weight[i] = power_of_two(_mm512_fmsub_ps(score, by, offset));
+            /* The difference first: nothing is rounded that is then subtracted. */
+            weight[i] = power_of_two(_mm512_mul_ps(_mm512_sub_ps(score, highest), by));
             total[i] = _mm512_add_ps(total[i], weight[i]);
         }
         _mm512_storeu_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh(weight[1], weight[0]));

@@ -25,7 +25,8 @@ enum {
     /* Sums of a tile and what they are made of stay in 32 registers. */
     MAX_PANELS = 3,
     STEP_BYTES = 4 * MP_LINEAR_PANEL,
-    /* Rounded rows, which stay in the second-level cache while the weight passes by. */
+    /* Rounded rows, which stay in the second-level cache while the weight passes by. They lie on the stack: a
+     * thread that multiplies needs one of half a megabyte. */
     BLOCK_BYTES = 256 * 1024,
     /* Pairs of inputs of a block; sums of a longer row go on from what y holds. */
     BLOCK_PAIRS = 2048,
