@@ -10,6 +10,8 @@ read    dd      pread of 1 MiB pieces of that file, in order (dd bs=1M)
         random  the same, blocks in any order
 scan    index rebuild of 100,000 records of 4 KiB; and of the blocks, of which only footers are read
 
+Before each write as much memory as it will take in the page cache is used once and given back: a virtual machine
+may have to be given memory that it never used, which takes longer than writing it to its disk.
 The page cache is given up before each read and scan (posix_fadvise; `--warm` leaves it), as far as the
 kernel follows. Prints a table, then JSON.
 """
@@ -109,6 +111,11 @@ async def open_log(path: Path, layout: KvLayout) -> SegmentLog:
     )
 
 
+def use_once(num_bytes: int) -> None:
+    """Take so much memory and give it back, for whoever takes it next."""
+    aligned(num_bytes)[:: mmap.PAGESIZE] = 1
+
+
 class Timer:
     seconds = 0.0
 
@@ -176,8 +183,10 @@ async def one_round(
     """Rates in bytes a second; those of reads are medians of alternating turns."""
     num_blocks = num_bytes // blocks.layout.block_bytes
     plain, path = folder / "plain", folder / "log"
+    use_once(2 * num_bytes)
     rates = {"dd write": dd_write(plain, num_bytes)}
     log = await open_log(path, blocks.layout)
+    use_once(2 * num_bytes)
     rates["log write"] = await log_write(log, blocks, num_blocks)
     if not is_warm:
         forget(folder)
