@@ -50,7 +50,12 @@ async def holds(r: RouterUnderTest, store: FakeWorker) -> PeerPrefix:
     publish(r, store)
     await store.announce()
     await until_indexed(r, NUM_STORED // 16)
-    return PeerPrefix(key=store.key, address=store.hello.grpc_address, num_tokens=NUM_STORED)
+    return PeerPrefix(
+        key=store.key,
+        address=store.hello.grpc_address,
+        num_tokens=NUM_STORED,
+        is_store=True,
+    )
 
 
 async def begin(

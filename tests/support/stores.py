@@ -83,7 +83,7 @@ class RunningStore:
 
     def peer(self, num_tokens: int) -> PeerPrefix:
         """This store as one that holds so many tokens of a prompt."""
-        return PeerPrefix(key=self.key, address=self.address, num_tokens=num_tokens)
+        return PeerPrefix(key=self.key, address=self.address, num_tokens=num_tokens, is_store=True)
 
     async def offer(
         self,

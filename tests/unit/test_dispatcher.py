@@ -763,7 +763,7 @@ def test_a_store_is_read_from_and_never_asked_to_compute() -> None:
     assert isinstance(to_prefill, SendPrefill)
     assert isinstance(to_decode, SendDecode)
     assert (to_prefill.key, to_decode.key) == (P, D)
-    peer = PeerPrefix(key=STORE, address="store:1", num_tokens=8)
+    peer = PeerPrefix(key=STORE, address="store:1", num_tokens=8, is_store=True)
     assert to_prefill.message.peer == peer
     r.tokens(P, 0, 50, num_cached_tokens=8, num_peer_tokens=8)
     # A part of it was lost on the way to the decode worker, and computed again.
