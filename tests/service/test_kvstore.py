@@ -133,6 +133,15 @@ async def put(world: World, store: RunningStore, worker_id: str = "w0") -> None:
     await world.stop_worker(worker)
 
 
+async def restarted(world: World, ssd: Path, **settings: Any) -> RunningStore:
+    """A store that has FIRST on its disk and nothing in memory."""
+    store = await world.store(ssd_dir=ssd)
+    await put(world, store)
+    await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
+    await world.stop(store)
+    return await world.store(ssd_dir=ssd, **settings)
+
+
 def faulty(disks: list[FaultyFiles]) -> OpenLog:
     """Logs whose disks a test can break: each is added to the list. Their time stands still."""
 
@@ -445,11 +454,7 @@ async def test_a_slow_disk_costs_a_reader_a_second_at_most(tmp_path: Path) -> No
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     async with world(tmp_path) as cluster:
-        store = await cluster.store(ssd_dir=ssd)
-        await put(cluster, store)
-        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
-        await cluster.stop(store)
-        slow = await cluster.store(ssd_dir=ssd, failpoints="store.load=delay:5000")
+        slow = await restarted(cluster, ssd, failpoints="store.load=delay:5000")
         _, reader = await cluster.worker("r0")
         first = await answer(reader, SECOND, peer=slow.peer(NUM_SHARED))
         assert first.num_peer_tokens == 0
@@ -461,11 +466,7 @@ async def test_a_reader_is_told_at_once_that_it_has_to_wait_for_a_disk(tmp_path:
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     async with world(tmp_path) as cluster:
-        store = await cluster.store(ssd_dir=ssd)
-        await put(cluster, store)
-        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
-        await cluster.stop(store)
-        store = await cluster.store(ssd_dir=ssd, failpoints="store.load=delay:300@1")
+        store = await restarted(cluster, ssd, failpoints="store.load=delay:300@1")
         worker, _ = await cluster.worker("r0")
         node, secret = worker.service, load_or_create_secret(tmp_path)
         peer = await node.shell.peers.get(SourceRef(key=store.key, address=store.address))
@@ -497,11 +498,7 @@ async def test_a_disk_is_read_while_a_request_waits_for_its_turn(tmp_path: Path)
     ssd.mkdir()
     gate = LayerGate([1])
     async with world(tmp_path) as cluster:
-        store = await cluster.store(ssd_dir=ssd)
-        await put(cluster, store)
-        await report_when(store, "it is on disk", num_disk_blocks=NUM_BLOCKS)
-        await cluster.stop(store)
-        store = await cluster.store(ssd_dir=ssd)
+        store = await restarted(cluster, ssd)
         _, reader = await cluster.worker("r0", gate=gate)
         # Its step lasts as long as the gate is closed.
         other = make_request("other", prompt=range(1_000, 1_150), max_tokens=3)
